@@ -1,0 +1,1 @@
+"""Logical parameters, computed from the architecture and the layout without torch."""

@@ -1,0 +1,99 @@
+"""Which region of a logical parameter a rank holds, and which rank owns an element.
+
+A piece is a contiguous range of the cut dim. Pieces are equal in length; when the dim is
+padded (vocabulary) the last pieces may reach into the padding, which belongs to no logical
+tensor: a `Box` never includes it. With fewer pieces than ranks on the axis, axis/parts
+consecutive ranks hold the same piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_lite.config.plan import ParallelShape
+from megatron_lite.spec.params import ParamSpec
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular region of a logical tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements inside."""
+        return math.prod(self.shape)
+
+
+def axis_size(parallel: ParallelShape, axis: str) -> int:
+    """Length of an axis by its name ("tp", "cp", "dp", "pp", "ep", "etp", "edp")."""
+    return int(getattr(parallel, axis))
+
+
+def _piece_length(spec: ParamSpec) -> int:
+    assert spec.cut_dim is not None
+    length = spec.padded if spec.padded is not None else spec.shape[spec.cut_dim]
+    if length % spec.parts:
+        raise ValueError(f"{spec.name}: {length} rows do not divide into {spec.parts} pieces")
+    return length // spec.parts
+
+
+def _piece_index(spec: ParamSpec, coordinate: Mapping[str, int], parallel: ParallelShape) -> int:
+    assert spec.cut_axis is not None
+    ranks_per_piece = axis_size(parallel, spec.cut_axis) // spec.parts
+    return coordinate[spec.cut_axis] // ranks_per_piece
+
+
+def local_shape(spec: ParamSpec) -> tuple[int, ...]:
+    """Shape that a rank stores, padding rows included."""
+    if spec.cut_dim is None:
+        return spec.shape
+    shape = list(spec.shape)
+    shape[spec.cut_dim] = _piece_length(spec)
+    return tuple(shape)
+
+
+def local_box(spec: ParamSpec, coordinate: Mapping[str, int], parallel: ParallelShape) -> Box:
+    """Region of the logical tensor that the rank at `coordinate` holds.
+
+    The held tensor starts at the box's offset; rows beyond the box are padding. The box is
+    empty when all of a rank's rows are padding.
+    """
+    offset, shape = [0] * len(spec.shape), list(spec.shape)
+    if spec.cut_dim is not None:
+        length = _piece_length(spec)
+        start = _piece_index(spec, coordinate, parallel) * length
+        stop = min(start + length, spec.shape[spec.cut_dim])
+        offset[spec.cut_dim] = min(start, spec.shape[spec.cut_dim])
+        shape[spec.cut_dim] = max(stop - start, 0)
+    return Box(tuple(offset), tuple(shape))
+
+
+def is_owner(spec: ParamSpec, coordinate: Mapping[str, int], parallel: ParallelShape) -> bool:
+    """Whether this rank speaks for its region (norm, checkpoint, dump).
+
+    Over all replicas - of the data and context axes, of the axes the parameter is not cut
+    over, and of ranks that share a piece - exactly one rank is the owner.
+    """
+    cut_axes = {spec.cut_axis} if spec.cut_axis else set()
+    tensor_axis = "tp" if spec.grid == "dense" else "etp"
+    replicated = {"cp", "dp", tensor_axis} if spec.grid == "dense" else {"edp", "ep", tensor_axis}
+    for axis in replicated - cut_axes:
+        if coordinate.get(axis, 0) != 0:
+            return False
+    if spec.cut_axis is None:
+        return True
+    ranks_per_piece = axis_size(parallel, spec.cut_axis) // spec.parts
+    return coordinate[spec.cut_axis] % ranks_per_piece == 0
+
+
+def copies(spec: ParamSpec, parallel: ParallelShape) -> int:
+    """How many ranks of one data replica hold each element (1 when fully cut over tp)."""
+    axis = "tp" if spec.grid == "dense" else "etp"
+    if spec.cut_axis is None:
+        return axis_size(parallel, axis)
+    return axis_size(parallel, spec.cut_axis) // spec.parts
