@@ -1,0 +1,125 @@
+"""Process groups as frozen values that are passed explicitly.
+
+A `Group` is what one rank sees of one process group; `Groups` holds every group a rank
+belongs to. Invariant: all ranks create their groups in the order of `_GROUP_AXES`, and the
+groups of one entry are disjoint, so creation cannot deadlock. Groups of one rank exist
+without torch.distributed.
+"""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_lite.mesh.grid import Grids, kv_replica_ranks
+from megatron_lite.mesh.recorder import Recorder
+
+# name, grid, axes; the order in which every rank creates them.
+_GROUP_AXES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("tp", "dense", ("tp",)),
+    ("cp", "dense", ("cp",)),
+    ("dp", "dense", ("dp",)),
+    ("dp_cp", "dense", ("cp", "dp")),
+    ("pp", "dense", ("pp",)),
+    ("tp_pp", "dense", ("tp", "pp")),
+    ("etp", "expert", ("etp",)),
+    ("ep", "expert", ("ep",)),
+    ("edp", "expert", ("edp",)),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One process group as seen from this rank.
+
+    `ranks` are global ranks, ascending; `rank` is this rank's index inside them. A group
+    of one has no process group, and collectives over it are the identity.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: dist.ProcessGroup | None
+    recorder: Recorder | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """The groups of one rank, one per axis or set of axes that something is reduced over.
+
+    `tp_pp` is Megatron's model-parallel group; `kv_replica` the part of `tp` that holds
+    the same KV heads; `etp`, `ep` and `edp` live on the expert grid.
+    """
+
+    world: Group
+    tp: Group
+    cp: Group
+    dp: Group
+    dp_cp: Group
+    pp: Group
+    tp_pp: Group
+    kv_replica: Group
+    etp: Group
+    ep: Group
+    edp: Group
+
+
+def local_group(name: str, recorder: Recorder | None = None) -> Group:
+    """A group of one rank: one process without torch.distributed, and tests."""
+    return Group(name, (0,), 0, None, recorder)
+
+
+def local_groups(recorder: Recorder | None = None) -> Groups:
+    """The groups of a run of one process."""
+    names = ["world", "kv_replica", *(name for name, _, _ in _GROUP_AXES)]
+    return Groups(**{name: local_group(name, recorder) for name in names})
+
+
+def build_groups(
+    grids: Grids,
+    rank: int,
+    kv_heads: int,
+    *,
+    recorder: Recorder | None = None,
+    timeout: timedelta | None = None,
+) -> Groups:
+    """Create this rank's process groups; every rank of the world calls it once.
+
+    Args:
+        grids: the dense and the expert grid; their world size is the default group's.
+        rank: this rank.
+        kv_heads: number of KV heads, which decides the `kv_replica` groups.
+        recorder: collects the collectives over all returned groups.
+        timeout: of each collective; the default group's when None.
+
+    Comm: rendezvous through the store only, among the members of each group.
+    """
+    members = {"world": tuple(range(grids.world_size))}
+    for name, grid_name, axes in _GROUP_AXES:
+        grid = grids.dense if grid_name == "dense" else grids.expert
+        members[name] = grid.group(rank, axes)
+    members["kv_replica"] = kv_replica_ranks(grids.dense, rank, kv_heads)
+    created: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    if grids.world_size > 1 and dist.group.WORLD is not None:
+        created[members["world"]] = dist.group.WORLD
+    groups: dict[str, Group] = {}
+    for name, ranks in members.items():
+        process_group = None
+        if len(ranks) > 1:
+            # Only dense groups of equal ranks share a communicator: an expert all-to-all
+            # must not queue behind the gradient buckets that are reduced meanwhile.
+            key = (-1, *ranks) if name in ("etp", "ep", "edp") else ranks
+            if key not in created:
+                # Members alone synchronise: the whole world meeting for each group of each
+                # axis costs minutes on thousands of ranks.
+                created[key] = dist.new_group(
+                    ranks, timeout=timeout, use_local_synchronization=True, group_desc=name
+                )
+            process_group = created[key]
+        groups[name] = Group(name, ranks, ranks.index(rank), process_group, recorder)
+    return Groups(**groups)
