@@ -1,0 +1,334 @@
+"""Derived values, computed once from a checked `Config`.
+
+The shapes here are what the rest of the program reads: no other module repeats a
+default such as the MLP width or the data-parallel size. The functions expect a config
+that `rules.check_config` accepted. The global batch at a point of the run depends only
+on the consumed samples, never on the layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.config.ramp import Ramp, count_train_iters, linear_ramp, schedule_ramp
+from megatron_lite.config.schema import Config
+
+
+@dataclass(frozen=True)
+class RotaryShape:
+    """Rotary position embedding.
+
+    Args:
+        base: base of the frequencies.
+        dim: rotated channels per head, even.
+        interleaved: neighbouring channels form a pair instead of the two halves.
+        interpolation_factor: positions are divided by it; 1.0 means none.
+        llama3_factor: Llama-3 scaling (low factor 1, high factor 4, original context
+            8192 tokens); None means off.
+    """
+
+    base: float
+    dim: int
+    interleaved: bool
+    interpolation_factor: float
+    llama3_factor: float | None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Architecture with every default resolved; sizes are logical (uncut, unpadded)."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    vocab_size: int
+    vocab_multiple: int
+    seq_length: int
+    max_position_embeddings: int
+    position: str
+    rotary: RotaryShape | None
+    normalization: str
+    norm_epsilon: float
+    norm_one_plus: bool
+    gated: bool
+    activation: str
+    linear_bias: bool
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool
+    hidden_dropout: float
+    attention_dropout: float
+    init_std: float
+
+    def padded_vocab_size(self, tp_size: int) -> int:
+        """Return the vocabulary rounded up to a multiple of `vocab_multiple` x TP."""
+        return padded_vocab_size(self.vocab_size, self.vocab_multiple, tp_size)
+
+
+@dataclass(frozen=True)
+class ParallelShape:
+    """Sizes of all axes; dense tp x cp x dp x pp = experts' etp x ep x edp x pp = world."""
+
+    world_size: int
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+    dp: int
+    edp: int
+    pp: int
+    vpp: int
+    sequence_parallel: bool
+    order: str
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Global batch by consumed samples, and lengths in steps.
+
+    Args:
+        ramp: (first consumed sample, global batch size) in ascending order; the first
+            entry starts at 0.
+        train_iters: steps of the run.
+        eval_interval: steps between evaluations; 0 means only after training.
+    """
+
+    micro_batch_size: int
+    dp_size: int
+    seq_length: int
+    ramp: Ramp
+    train_iters: int
+    eval_iters: int
+    eval_interval: int
+    eval_global_batch_size: int
+
+    def global_batch_size_at(self, consumed_samples: int) -> int:
+        """Return the samples of the step that starts after `consumed_samples`."""
+        size = self.ramp[0][1]
+        for first_sample, batch_size in self.ramp:
+            if consumed_samples >= first_sample:
+                size = batch_size
+        return size
+
+    def num_microbatches_at(self, consumed_samples: int) -> int:
+        """Return the microbatches of one data-parallel rank in that step."""
+        return self.global_batch_size_at(consumed_samples) // (self.micro_batch_size * self.dp_size)
+
+
+@dataclass(frozen=True)
+class PrecisionShape:
+    """Dtype names; `master == compute` means that there is no separate master copy."""
+
+    compute: str
+    master: str
+    main_grad: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All derived values of one run."""
+
+    model: ModelShape
+    parallel: ParallelShape
+    batch: BatchPlan
+    precision: PrecisionShape
+    recompute: str
+
+
+def build_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
+    """Derive everything from a checked config.
+
+    Args:
+        config: accepted by `rules.check_config` for this world size.
+        world_size: number of rank processes.
+        vocab_size: the tokenizer's true vocabulary, unpadded.
+    """
+    parallel = build_parallel(config, world_size)
+    return Plan(
+        model=build_model(config, vocab_size),
+        parallel=parallel,
+        batch=build_batch(config, parallel.dp),
+        precision=build_precision(config),
+        recompute=recompute_kind(config),
+    )
+
+
+def required(value: int | None) -> int:
+    """Narrow a field that the rules demand; a None here is a defect of ours."""
+    if value is None:
+        raise ValueError("a required field is unset: check_config was not called")
+    return value
+
+
+def padded_vocab_size(vocab_size: int, multiple: int, tp_size: int) -> int:
+    """Round the vocabulary up to a multiple of `multiple * tp_size`."""
+    unit = multiple * tp_size
+    return -(-vocab_size // unit) * unit
+
+
+def position_kind(config: Config) -> str:
+    """Resolve the position type with its two older spellings."""
+    if config.use_rotary_position_embeddings:
+        return "rope"
+    if not config.add_position_embedding:
+        return "none"
+    return config.position_embedding_type
+
+
+def head_channels(config: Config) -> int:
+    """Return channels per head."""
+    if config.kv_channels is not None:
+        return config.kv_channels
+    return required(config.hidden_size) // required(config.num_attention_heads)
+
+
+def key_value_heads(config: Config) -> int:
+    """Return key/value heads: all heads unless the grouping gate is on."""
+    if config.group_query_attention:
+        return config.num_query_groups
+    return required(config.num_attention_heads)
+
+
+def ffn_size(config: Config) -> int:
+    """Return the MLP width: 4h, gated 2/3 of it rounded down to a multiple of 64."""
+    if config.ffn_hidden_size is not None:
+        return config.ffn_hidden_size
+    width = 4 * required(config.hidden_size)
+    return int((width * 2 / 3) / 64) * 64 if config.swiglu else width
+
+
+def rotary_dim(config: Config) -> int:
+    """Return the rotated channels per head."""
+    channels = head_channels(config)
+    return int(channels * config.rotary_percent) if config.rotary_percent < 1.0 else channels
+
+
+def build_rotary(config: Config) -> RotaryShape:
+    """Resolve the rotary embedding."""
+    return RotaryShape(
+        base=float(config.rotary_base),
+        dim=rotary_dim(config),
+        interleaved=config.rotary_interleaved,
+        interpolation_factor=float(config.rotary_seq_len_interpolation_factor or 1.0),
+        llama3_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
+    )
+
+
+def activation_name(config: Config) -> str:
+    """Return the activation; `gelu` is the exact (erf) form."""
+    if config.swiglu:
+        return "silu"
+    if config.squared_relu:
+        return "squared_relu"
+    return "gelu_tanh" if config.openai_gelu else "gelu"
+
+
+def build_model(config: Config, vocab_size: int) -> ModelShape:
+    """Resolve the architecture."""
+    position = position_kind(config)
+    return ModelShape(
+        num_layers=required(config.num_layers),
+        hidden_size=required(config.hidden_size),
+        num_attention_heads=required(config.num_attention_heads),
+        num_query_groups=key_value_heads(config),
+        kv_channels=head_channels(config),
+        ffn_hidden_size=ffn_size(config),
+        vocab_size=vocab_size,
+        vocab_multiple=config.make_vocab_size_divisible_by,
+        seq_length=required(config.seq_length),
+        max_position_embeddings=required(config.max_position_embeddings),
+        position=position,
+        rotary=build_rotary(config) if position == "rope" else None,
+        normalization=config.normalization,
+        norm_epsilon=config.layernorm_epsilon,
+        norm_one_plus=config.layernorm_zero_centered_gamma,
+        gated=config.swiglu,
+        activation=activation_name(config),
+        linear_bias=config.add_bias_linear,
+        qkv_bias=config.add_bias_linear or config.add_qkv_bias,
+        qk_norm=config.qk_layernorm,
+        tied=not config.untie_embeddings_and_output_weights,
+        hidden_dropout=config.hidden_dropout,
+        attention_dropout=config.attention_dropout,
+        init_std=config.init_method_std,
+    )
+
+
+def virtual_stages(config: Config) -> int:
+    """Return virtual stages per pipeline rank; 1 means no interleaving."""
+    if config.num_virtual_stages_per_pipeline_rank is not None:
+        return config.num_virtual_stages_per_pipeline_rank
+    per_virtual = config.num_layers_per_virtual_pipeline_stage
+    if per_virtual is None:
+        return 1
+    return required(config.num_layers) // config.pipeline_model_parallel_size // per_virtual
+
+
+def build_parallel(config: Config, world_size: int) -> ParallelShape:
+    """Resolve the layout."""
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    pp, ep = config.pipeline_model_parallel_size, config.expert_model_parallel_size
+    etp = tp
+    if config.num_experts is not None and config.expert_tensor_parallel_size is not None:
+        etp = config.expert_tensor_parallel_size
+    return ParallelShape(
+        world_size=world_size,
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        etp=etp,
+        dp=world_size // (tp * cp * pp),
+        edp=world_size // (etp * ep * pp),
+        pp=pp,
+        vpp=virtual_stages(config),
+        sequence_parallel=config.sequence_parallel and tp > 1,
+        order="tp-cp-ep-pp-dp" if config.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+
+
+def build_precision(config: Config) -> PrecisionShape:
+    """Resolve the dtypes of compute, masters and main gradients."""
+    if config.fp64:
+        return PrecisionShape("float64", "float64", "float64")
+    if config.bf16 or config.fp16:
+        return PrecisionShape("bfloat16" if config.bf16 else "float16", "float32", "float32")
+    return PrecisionShape("float32", "float32", "float32")
+
+
+def recompute_kind(config: Config) -> str:
+    """Return "none", "selective" or "full"."""
+    if config.recompute_granularity is not None:
+        return config.recompute_granularity
+    return "selective" if config.recompute_activations else "none"
+
+
+def build_ramp(config: Config, dp: int) -> Ramp:
+    """Return the global batch sizes of the run by consumed samples."""
+    final = config.global_batch_size or required(config.micro_batch_size) * dp
+    if config.step_batch_size_schedule is not None:
+        return schedule_ramp(config.step_batch_size_schedule, required(config.seq_length))
+    if config.rampup_batch_size is not None:
+        start, increment, samples = config.rampup_batch_size
+        return linear_ramp(start, increment, samples, final)
+    return ((0, final),)
+
+
+def build_batch(config: Config, dp: int) -> BatchPlan:
+    """Resolve batch sizes and lengths."""
+    ramp = build_ramp(config, dp)
+    train_iters = config.train_iters
+    if train_iters is None:
+        train_iters = count_train_iters(ramp, required(config.train_samples))
+    return BatchPlan(
+        micro_batch_size=required(config.micro_batch_size),
+        dp_size=dp,
+        seq_length=required(config.seq_length),
+        ramp=ramp,
+        train_iters=train_iters,
+        eval_iters=config.eval_iters,
+        eval_interval=config.eval_interval or 0,
+        eval_global_batch_size=config.eval_global_batch_size or ramp[-1][1],
+    )

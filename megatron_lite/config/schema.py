@@ -1,0 +1,567 @@
+"""The configuration: frozen dataclasses whose fields are the flags.
+
+Names are Megatron-LM's argparse destinations, types and defaults are Megatron-LM's too;
+where ours differ the field says so. `Config` inherits every group, so access is flat
+(`config.hidden_size`); the groups only order the help text. A field's metadata carries
+its help text, unit, spellings and legal values: the parser, the help, the YAML files and
+the documentation are all derived from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def flag(
+    default: T,
+    doc: str,
+    *,
+    unit: str = "",
+    names: Sequence[str] = (),
+    choices: Sequence[Any] = (),
+    nargs: str = "",
+    join: bool = False,
+) -> T:
+    """Declare a field that is a flag.
+
+    Args:
+        default: value when the flag is not given.
+        doc: one sentence for the help text.
+        unit: unit of the value, shown in the help.
+        names: spellings; empty means `--field-name`, or `--no-field-name` and
+            `--disable-field-name` for a bool that is true by default.
+        choices: legal values; empty means any.
+        nargs: "" one value, "+" one or more, "*" any number, "3" exactly three.
+        join: several words on the command line form one string.
+    """
+    metadata = {
+        "doc": doc,
+        "unit": unit,
+        "names": tuple(names),
+        "choices": tuple(choices),
+        "nargs": nargs,
+        "join": join,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture of the Transformer."""
+
+    num_layers: int | None = flag(None, "Transformer layers.", unit="layers")
+    hidden_size: int | None = flag(None, "Width of the residual stream.", unit="channels")
+    num_attention_heads: int | None = flag(None, "Query heads per layer.", unit="heads")
+    ffn_hidden_size: int | None = flag(
+        None,
+        "Inner width of the MLP; unset: 4h, with --swiglu int((4h*2/3)/64)*64.",
+        unit="channels",
+    )
+    kv_channels: int | None = flag(
+        None, "Channels per head; unset: hidden size / heads.", unit="channels"
+    )
+    group_query_attention: bool = flag(
+        False, "Share key/value heads between query heads (the gate of --num-query-groups)."
+    )
+    num_query_groups: int = flag(
+        1, "Key/value heads; ignored without --group-query-attention.", unit="heads"
+    )
+    max_position_embeddings: int | None = flag(
+        None, "Longest sequence the positions allow (>= --seq-length).", unit="tokens"
+    )
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        "How positions enter the model.",
+        choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
+    )
+    use_rotary_position_embeddings: bool = flag(
+        False, "Older spelling of --position-embedding-type rope."
+    )
+    add_position_embedding: bool = flag(
+        True,
+        "Older spelling of --position-embedding-type none.",
+        names=("--no-position-embedding",),
+    )
+    rotary_base: int = flag(10000, "Base of the rotary frequencies.")
+    rotary_percent: float = flag(1.0, "Rotated share of the head channels.", unit="fraction")
+    rotary_interleaved: bool = flag(
+        False, "Rotate neighbouring channels (GPT-J) instead of halves."
+    )
+    use_rope_scaling: bool = flag(False, "Llama-3 scaling of the rotary frequencies.")
+    rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.")
+    rotary_seq_len_interpolation_factor: int | None = flag(
+        None, "Divide rotary positions by this factor."
+    )
+    normalization: str = flag(
+        "LayerNorm", "Kind of normalisation.", choices=("LayerNorm", "RMSNorm")
+    )
+    layernorm_epsilon: float = flag(
+        1e-5, "Added to the variance in norms.", names=("--norm-epsilon",)
+    )
+    layernorm_zero_centered_gamma: bool = flag(
+        False, "Store norm weights as their difference from 1.", names=("--apply-layernorm-1p",)
+    )
+    qk_layernorm: bool = flag(False, "Normalise queries and keys per head.")
+    swiglu: bool = flag(False, "SiLU-gated MLP.")
+    squared_relu: bool = flag(False, "Squared-ReLU MLP.")
+    openai_gelu: bool = flag(False, "Tanh form of GELU (GPT-2's).")
+    add_bias_linear: bool = flag(
+        True, "Linear layers have no bias.", names=("--disable-bias-linear",)
+    )
+    add_qkv_bias: bool = flag(False, "Bias on query, key and value only.")
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "Separate weights for input embedding and output layer."
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128, "The padded vocabulary is a multiple of this times TP.", unit="tokens"
+    )
+    vocab_size: int | None = flag(
+        None, "Vocabulary size, for tokenizers without a model file.", unit="tokens"
+    )
+    hidden_dropout: float = flag(
+        0.1, "Dropout on embeddings and residual branches.", unit="probability"
+    )
+    attention_dropout: float = flag(0.1, "Dropout on attention weights.", unit="probability")
+    init_method_std: float = flag(
+        0.02, "Deviation of initial weights; output projections use std/sqrt(2L)."
+    )
+    mtp_num_layers: int | None = flag(None, "Multi-token-prediction depths.", unit="layers")
+    multi_latent_attention: bool = flag(False, "Multi-latent attention.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Layout: how the work is cut over processes."""
+
+    tensor_model_parallel_size: int = flag(
+        1, "TP: ranks that share each layer's matrices.", unit="ranks"
+    )
+    sequence_parallel: bool = flag(
+        False, "Cut the sequence over TP between the tensor regions (off at TP=1)."
+    )
+    pipeline_model_parallel_size: int = flag(1, "PP: pipeline ranks.", unit="ranks")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "Layers per virtual pipeline stage.", unit="layers"
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "Virtual stages per pipeline rank.", unit="stages"
+    )
+    context_parallel_size: int = flag(
+        1, "CP: ranks that share each sequence in attention.", unit="ranks"
+    )
+    expert_model_parallel_size: int = flag(
+        1, "EP: ranks the experts are spread over.", unit="ranks"
+    )
+    expert_tensor_parallel_size: int | None = flag(
+        None, "TP of the expert layers; unset: TP.", unit="ranks"
+    )
+    use_tp_pp_dp_mapping: bool = flag(False, "Rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp.")
+    use_distributed_optimizer: bool = flag(False, "Shard the optimizer state over DP (ZeRO-1).")
+    use_megatron_fsdp: bool = flag(False, "Shard parameters over DP (ZeRO-3).")
+    use_torch_fsdp2: bool = flag(False, "Shard parameters over DP with torch's fully_shard.")
+    data_parallel_sharding_strategy: str | None = flag(
+        None,
+        "What DP shards; unset: derived from the flags that imply one.",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    )
+    num_distributed_optimizer_instances: int = flag(
+        1, "Copies of the sharded state (hybrid sharding).", unit="copies"
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
+        None, "Sizes of the context levels; their product is CP.", nargs="+", unit="ranks"
+    )
+    ddp_bucket_size: int | None = flag(
+        None, "Gradient elements per reduction bucket; unset: chosen.", unit="elements"
+    )
+    overlap_grad_reduce: bool = flag(
+        False, "Reduce gradients during the backward pass (always done here)."
+    )
+    distributed_backend: str = flag(
+        "nccl", "Transport on CUDA; on the CPU it is gloo.", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: int = flag(
+        10, "Longest wait in a collective before the run fails.", unit="minutes"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts."""
+
+    num_experts: int | None = flag(None, "Experts per MoE layer; unset: dense.", unit="experts")
+    moe_router_topk: int = flag(2, "Experts per token.", unit="experts")
+    moe_router_load_balancing_type: tuple[str, ...] = flag(
+        ("aux_loss",),
+        "Balancing of the router.",
+        nargs="+",
+        choices=(
+            "aux_loss",
+            "seq_aux_loss",
+            "global_aux_loss",
+            "sinkhorn",
+            "quantile_balancing",
+            "none",
+        ),
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "Weight of the balancing loss.", nargs="+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Batch sizes and length of the run."""
+
+    seq_length: int | None = flag(None, "Tokens per sample.", unit="tokens")
+    micro_batch_size: int | None = flag(
+        None, "Samples per forward pass of one data-parallel rank.", unit="samples"
+    )
+    global_batch_size: int | None = flag(
+        None, "Samples per step over all ranks; unset: micro-batch size x DP.", unit="samples"
+    )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None,
+        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES.",
+        nargs="3",
+        unit="samples",
+    )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        "Global batch by consumed tokens, as '0:768 250B:1536'.",
+        unit="tokens:samples",
+        nargs="+",
+        join=True,
+    )
+    train_iters: int | None = flag(None, "Steps to train.", unit="steps")
+    train_samples: int | None = flag(None, "Samples to train, instead of steps.", unit="samples")
+    eval_iters: int = flag(100, "Steps per evaluation; 0: none.", unit="steps")
+    eval_interval: int | None = flag(
+        None, "Steps between evaluations; unset: only at the end.", unit="steps"
+    )
+    eval_global_batch_size: int | None = flag(
+        None, "Samples per evaluation step; unset: the global batch size.", unit="samples"
+    )
+    calculate_per_token_loss: bool = flag(
+        False, "Loss per valid token of the global batch (the default here)."
+    )
+    legacy_loss_normalization: bool = flag(
+        False, "Mean of the micro-batch means, as Megatron's default."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer and schedules."""
+
+    optimizer: str = flag(
+        "adam",
+        "Update rule (adam decouples weight decay, as AdamW).",
+        choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
+    )
+    lr: float | None = flag(None, "Peak learning rate.")
+    min_lr: float = flag(0.0, "Lowest learning rate of the decay.")
+    lr_decay_style: str = flag(
+        "linear",
+        "Shape of the decay.",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int | None = flag(
+        None, "Steps until --min-lr; unset: --train-iters.", unit="steps"
+    )
+    lr_decay_samples: int | None = flag(
+        None, "Samples until --min-lr, in a run by samples.", unit="samples"
+    )
+    lr_warmup_iters: int = flag(0, "Steps of linear warm-up.", unit="steps")
+    lr_warmup_samples: int = flag(0, "Samples of linear warm-up.", unit="samples")
+    lr_warmup_fraction: float | None = flag(
+        None, "Warm-up as a share of the decay length.", unit="fraction"
+    )
+    lr_warmup_init: float = flag(0.0, "Learning rate at step 0 of the warm-up.")
+    lr_wsd_decay_style: str = flag(
+        "exponential",
+        "Shape of WSD's final decay.",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "Steps of WSD's final decay.", unit="steps")
+    lr_wsd_decay_samples: int | None = flag(None, "Samples of WSD's final decay.", unit="samples")
+    weight_decay: float = flag(0.01, "Weight decay of matrices.")
+    start_weight_decay: float | None = flag(None, "Weight decay at the start of its increase.")
+    end_weight_decay: float | None = flag(None, "Weight decay at the end of its increase.")
+    weight_decay_incr_style: str = flag(
+        "constant", "How weight decay grows.", choices=("constant", "linear", "cosine")
+    )
+    adam_beta1: float = flag(0.9, "Decay of Adam's first moment.")
+    adam_beta2: float = flag(0.999, "Decay of Adam's second moment.")
+    adam_eps: float = flag(1e-8, "Added to Adam's denominator.")
+    sgd_momentum: float = flag(0.9, "Momentum of SGD.")
+    clip_grad: float = flag(1.0, "Largest global gradient norm; 0: no clipping.")
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "On resume take the schedules of this command.",
+        names=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "On resume take the schedules of the checkpoint.",
+        names=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats."""
+
+    bf16: bool = flag(False, "Compute in bfloat16 with fp32 masters and gradients.")
+    fp16: bool = flag(False, "Compute in float16 with a loss scale.")
+    fp64: bool = flag(False, "Everything in float64: the verification mode.")
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        False, "Accumulate and reduce gradients in fp32 (always done here)."
+    )
+    attention_softmax_in_fp32: bool = flag(False, "Softmax in fp32 (always done here).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Recomputation of activations in the backward pass."""
+
+    recompute_granularity: str | None = flag(
+        None, "What is recomputed.", choices=("full", "selective")
+    )
+    recompute_activations: bool = flag(False, "Shorthand for --recompute-granularity selective.")
+    recompute_method: str | None = flag(
+        None,
+        "Full recomputation: every group of layers, or the first ones of each stage.",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = flag(
+        None, "Layers per group (uniform) or recomputed layers (block).", unit="layers"
+    )
+    recompute_modules: tuple[str, ...] | None = flag(
+        None, "Modules of selective recomputation; only core_attn so far.", nargs="+"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data and tokenizer."""
+
+    data_path: tuple[str, ...] | None = flag(
+        None, "Dataset prefixes, or WEIGHT PREFIX pairs; cut by --split.", nargs="*"
+    )
+    split: str | None = flag(None, "Shares of train, validation and test; unset: 969, 30, 1.")
+    train_data_path: tuple[str, ...] | None = flag(None, "Training prefixes.", nargs="*")
+    valid_data_path: tuple[str, ...] | None = flag(None, "Validation prefixes.", nargs="*")
+    test_data_path: tuple[str, ...] | None = flag(None, "Test prefixes.", nargs="*")
+    data_args_path: str | None = flag(None, "File that holds the words of --data-path.")
+    data_cache_path: str | None = flag(None, "Directory of the index cache.")
+    mock_data: bool = flag(False, "Counting sequences instead of data.")
+    num_workers: int = flag(2, "Loader processes per rank; 0: in the main process.")
+    dataloader_type: str | None = flag(
+        None, "Order of samples; unset: single.", choices=("single", "cyclic", "external")
+    )
+    eod_mask_loss: bool = flag(False, "No loss where the input is the end of a document.")
+    reset_position_ids: bool = flag(False, "Restart positions after each document.")
+    reset_attention_mask: bool = flag(False, "No attention across documents.")
+    create_attention_mask_in_dataloader: bool = flag(
+        True,
+        "Masks are made in the kernels (always done here).",
+        names=("--no-create-attention-mask-in-dataloader",),
+    )
+    mmap_bin_files: bool = flag(
+        True, "Read token files instead of mapping them.", names=("--no-mmap-bin-files",)
+    )
+    mid_level_dataset_surplus: float = flag(
+        0.005, "Extra samples requested from each dataset of a blend.", unit="fraction"
+    )
+    tokenizer_type: str | None = flag(
+        None,
+        "Tokenizer; unset: the one recorded with the dataset.",
+        choices=(
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "ByteLevelTokenizer",
+            "NullTokenizer",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "GPT2BPETokenizer",
+            "HuggingFaceTokenizer",
+            "Llama2Tokenizer",
+            "TikTokenizer",
+            "MultimodalTokenizer",
+            "NullMultimodalTokenizer",
+            "SFTTokenizer",
+        ),
+    )
+    tokenizer_model: str | None = flag(None, "Tokenizer model file.")
+    vocab_file: str | None = flag(None, "Vocabulary file of a BPE tokenizer.")
+    merge_file: str | None = flag(None, "Merges file of a BPE tokenizer.")
+    skip_bad_records: bool = flag(False, "Count and skip unreadable records instead of failing.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = flag(None, "Directory to save to.")
+    save_interval: int | None = flag(
+        None,
+        "Steps between saves.",
+        unit="steps",
+        names=("--save-interval", "--persistent-save-interval"),
+    )
+    save_retain_interval: int | None = flag(
+        None, "Keep every checkpoint at a multiple of this, delete older others.", unit="steps"
+    )
+    keep_last: int | None = flag(
+        None, "Keep this many newest verified checkpoints; unset: all.", unit="checkpoints"
+    )
+    overwrite_save: bool = flag(False, "Allow --save to hold another run's checkpoints.")
+    load: str | None = flag(None, "Directory to resume from.")
+    ckpt_step: int | None = flag(None, "Load this step instead of the newest.", unit="steps")
+    finetune: bool = flag(False, "Load weights only and start at step 0.")
+    no_load_optim: bool = flag(
+        False, "Do not load the optimizer state.", names=("--no-load-optim",)
+    )
+    no_save_optim: bool = flag(
+        False, "Do not save the optimizer state.", names=("--no-save-optim",)
+    )
+    exit_on_missing_checkpoint: bool = flag(
+        False, "Fail when --load holds no checkpoint (the default here)."
+    )
+    allow_missing_checkpoint: bool = flag(
+        False, "Start from random weights when --load holds no checkpoint."
+    )
+    ckpt_allow: tuple[str, ...] = flag(
+        (), "Kinds of difference between checkpoint and model to accept.", nargs="+"
+    )
+    allow_resume_change: tuple[str, ...] = flag(
+        (), "Fields that may differ from the checkpoint's on resume.", nargs="+"
+    )
+    check_weights_hash: bool = flag(
+        False, "Print one logical hash of the weights at start, equal in every layout."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is printed and recorded."""
+
+    log_interval: int = flag(100, "Steps between log lines.", unit="steps")
+    log_throughput: bool = flag(False, "Log model TFLOP/s per rank.")
+    log_params_norm: bool = flag(False, "Log the norm of the parameters.")
+    log_num_zeros_in_grad: bool = flag(False, "Log the number of zero gradient elements.")
+    log_progress: bool = flag(False, "Append a line per save to progress.txt in --save.")
+    timing_log_level: int = flag(0, "Detail of the timers.", choices=(0, 1, 2))
+    timing_log_option: str = flag(
+        "minmax", "What timers report over ranks.", choices=("max", "minmax", "all")
+    )
+    metrics_jsonl: str | None = flag(None, "File for one JSON object per step.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Run control."""
+
+    seed: int = flag(1234, "Seed of weights, dropout and data order (> 0).")
+    exit_interval: int | None = flag(
+        None, "Stop after a step that this number divides.", unit="steps"
+    )
+    exit_duration_in_mins: int | None = flag(None, "Stop after this time.", unit="minutes")
+    exit_signal_handler: bool = flag(
+        False, "Save and stop on SIGTERM (always done here with --save)."
+    )
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True,
+        "Do not stop on non-finite losses and gradients.",
+        names=("--no-check-for-nan-in-loss-and-grad",),
+    )
+    nan_policy: str | None = flag(
+        None,
+        "On non-finite gradients; unset: stop (fp16 skips an overflow).",
+        choices=("skip", "stop", "rollback"),
+    )
+    deterministic_mode: bool = flag(False, "Only repeatable operations (always so on the CPU).")
+    manual_gc: bool = flag(False, "Collect Python garbage only between steps.")
+    manual_gc_interval: int = flag(0, "Steps between collections; 0: never.", unit="steps")
+    local_rank: int = flag(0, "Local rank, as old launchers pass it; the environment decides.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnConfig:
+    """Flags beyond Megatron's."""
+
+    device: str = flag("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
+    config_file: str | None = flag(None, "YAML or JSON file of fields; the command line wins.")
+    print_config: bool = flag(False, "Print the resolved configuration as YAML and stop.")
+    dry_run: bool = flag(False, "Report layout, memory and batch plan without training.")
+    pipeline_schedule: str | None = flag(
+        None,
+        "Schedule by name or file:PATH; unset: interleaved with virtual stages, else 1f1b.",
+    )
+    loss_chunks: int = flag(8, "Pieces in which the cross-entropy is computed.", unit="chunks")
+    require_native: bool = flag(False, "Fail instead of warning without the native helpers.")
+    debug_dump: str | None = flag(None, "Directory for each step's logical gradients.")
+    debug_dump_weights: bool = flag(False, "Add the updated weights to --debug-dump.")
+    debug_dump_activations: bool = flag(False, "Add activations to --debug-dump.")
+
+
+GROUPS: tuple[tuple[str, type], ...] = (
+    ("model", ModelConfig),
+    ("layout", ParallelConfig),
+    ("mixture of experts", MoEConfig),
+    ("batch and length", BatchConfig),
+    ("optimizer and schedules", OptimizerConfig),
+    ("precision", PrecisionConfig),
+    ("recomputation", RecomputeConfig),
+    ("data and tokenizer", DataConfig),
+    ("checkpoints", CheckpointConfig),
+    ("logging", LoggingConfig),
+    ("run control", RunConfig),
+    ("beyond Megatron", OwnConfig),
+)
+
+
+@dataclass(frozen=True)
+class KnownFlag:
+    """A Megatron flag that was given but is not a field.
+
+    `text` is what the user wrote, `dest` its destination, `reason` why it does nothing
+    here or is refused.
+    """
+
+    text: str
+    dest: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(
+    ModelConfig,
+    ParallelConfig,
+    MoEConfig,
+    BatchConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    DataConfig,
+    CheckpointConfig,
+    LoggingConfig,
+    RunConfig,
+    OwnConfig,
+):
+    """Everything the user said, with defaults for the rest; never changed afterwards.
+
+    The two last fields are no flags: Megatron flags outside the schema that were given
+    at a value other than their default, accepted without effect or refused.
+    """
+
+    inert_flags: tuple[KnownFlag, ...] = ()
+    refused_flags: tuple[KnownFlag, ...] = ()
+
+
+def flag_fields(group: type = Config) -> tuple[dataclasses.Field[Any], ...]:
+    """Return the fields of `group` that are flags, in order of declaration."""
+    return tuple(f for f in dataclasses.fields(group) if "doc" in f.metadata)
