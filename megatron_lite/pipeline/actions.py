@@ -1,0 +1,103 @@
+"""The instruction set of pipeline schedules.
+
+A schedule is data: for every rank the list of actions it executes, in order. Stages are
+numbered 0 ... p*v - 1 over the whole model, whatever rank holds them; microbatches are
+those of one data-parallel rank. The text form ("F0.3", "REDUCE1", "NORM") is what traces,
+errors and schedule files show.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What an action does; the value is its name in the text form."""
+
+    F = "F"  # forward
+    I = "I"  # input gradient  # noqa: E741 - the field's own letter
+    W = "W"  # weight gradient
+    B = "B"  # I and W at once
+    SEND_F = "SEND_F"  # activations to the next stage
+    RECV_F = "RECV_F"  # activations from the previous stage
+    SEND_B = "SEND_B"  # activation gradients to the previous stage
+    RECV_B = "RECV_B"  # activation gradients from the next stage
+    UNSHARD = "UNSHARD"  # gather the stage's parameters
+    RESHARD = "RESHARD"  # drop what UNSHARD gathered
+    REDUCE = "REDUCE"  # finish the stage's gradient reductions
+    NORM = "NORM"  # closing reduction: global norm, counts, votes
+    STEP = "STEP"  # update the stage's parameters, or skip everywhere
+
+
+COMPUTE = (Kind.F, Kind.I, Kind.W, Kind.B)
+TRANSFER = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+OF_MICROBATCH = (*COMPUTE, *TRANSFER)
+
+
+@dataclass(frozen=True)
+class Action:
+    """One instruction; NORM has no stage, only compute and transfer have a microbatch."""
+
+    kind: Kind
+    stage: int | None = None
+    microbatch: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.stage is None) != (self.kind is Kind.NORM):
+            raise ValueError(f"{self.kind.value} with stage {self.stage}")
+        if (self.microbatch is None) == (self.kind in OF_MICROBATCH):
+            raise ValueError(f"{self.kind.value} with microbatch {self.microbatch}")
+
+    def __str__(self) -> str:
+        stage = "" if self.stage is None else str(self.stage)
+        return f"{self.kind.value}{stage}" + (
+            "" if self.microbatch is None else f".{self.microbatch}"
+        )
+
+
+_TEXT = re.compile(r"([A-Z]+(?:_[FB])?)(\d+)?(?:\.(\d+))?")
+
+
+def parse_action(text: str) -> Action:
+    """Read the text form of an action.
+
+    Raises:
+        ValueError: unknown kind, or a stage or microbatch too many or too few.
+    """
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not an action")
+    kind, stage, microbatch = match.groups()
+    return Action(
+        Kind(kind),
+        None if stage is None else int(stage),
+        None if microbatch is None else int(microbatch),
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A complete table.
+
+    Attributes:
+        name: of the generator, for messages.
+        num_microbatches: per step and data-parallel rank.
+        placement: stage -> pipeline rank that holds it.
+        ranks: per pipeline rank its actions in order.
+    """
+
+    name: str
+    num_microbatches: int
+    placement: tuple[int, ...]
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of model pieces, p * v."""
+        return len(self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that a rank holds, ascending; the position is the chunk index."""
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)

@@ -1,0 +1,27 @@
+"""The smallest schedule: one stage on one rank.
+
+F and B of each microbatch follow one another, so one microbatch of activations is alive
+at a time and gradients accumulate in microbatch order, which is the order that every other
+schedule must reproduce bitwise.
+"""
+
+from megatron_lite.pipeline.actions import Action, Kind, Schedule
+
+
+def single(num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
+    """Build the table of a model that is not cut in depth.
+
+    Raises:
+        ValueError: more than one stage, or no microbatch.
+    """
+    if num_ranks != 1 or chunks != 1:
+        raise ValueError(f"one stage on one rank, not {chunks} on each of {num_ranks}")
+    if num_microbatches < 1:
+        raise ValueError("a step needs at least one microbatch")
+    work = tuple(
+        Action(kind, 0, microbatch)
+        for microbatch in range(num_microbatches)
+        for kind in (Kind.F, Kind.B)
+    )
+    closing = (Action(Kind.REDUCE, 0), Action(Kind.NORM), Action(Kind.STEP, 0))
+    return Schedule("single", num_microbatches, (0,), (work + closing,))
