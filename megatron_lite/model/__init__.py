@@ -1,0 +1,1 @@
+"""The Transformer: embedding, blocks, head, built from the specs of this rank."""

@@ -1,0 +1,95 @@
+"""Self-attention of one layer: fused q/k/v, head norms, rotary, core, projection.
+
+One column-parallel GEMM makes this rank's query heads and KV heads; with fewer KV heads
+than tp ranks, neighbouring ranks compute the same KV head and their gradients of it are
+partial sums (the spec says so, the data axis reduces them once per step).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_lite.microbatch import MicrobatchContext
+from megatron_lite.model.parts import StageParts
+from megatron_lite.ops.attention import causal_attention
+from megatron_lite.ops.recompute import recompute
+from megatron_lite.ops.rotary import apply_rotary
+from megatron_lite.tensor.linear import column_parallel_linear, row_parallel_linear
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of the positions seen so far, per layer (sampling only)."""
+
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append [s, b, g, d] of new positions and return all of them."""
+        if layer in self.keys:
+            k = torch.cat((self.keys[layer], k))
+            v = torch.cat((self.values[layer], v))
+        self.keys[layer], self.values[layer] = k, v
+        return k, v
+
+
+def self_attention(
+    parts: StageParts,
+    layer: int,
+    x: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    mb: MicrobatchContext,
+    cache: KeyValueCache | None = None,
+) -> Tensor:
+    """Attention of one layer without the projection's bias.
+
+    Args:
+        parts: shape, groups, parameters.
+        layer: global layer index.
+        x: [s_local, b, h], normed.
+        rotary: tables of `mb.full_positions`, or None.
+        mb: the microbatch.
+        cache: earlier keys and values; extended in place.
+
+    Returns:
+        [s_local, b, h], to which the caller adds the bias.
+
+    Comm: that of one column- and one row-parallel linear.
+    """
+    shape, prefix = parts.shape, f"decoder.layers.{layer}.self_attention"
+    d, tp = shape.kv_channels, parts.tp_group.size
+    n, g = shape.num_attention_heads // tp, max(shape.num_query_groups // tp, 1)
+    qkv = column_parallel_linear(
+        x,
+        parts.params[f"{prefix}.linear_qkv.weight"],
+        parts.params.get(f"{prefix}.linear_qkv.bias"),
+        parts.tp_group,
+        parts.sequence_parallel,
+        mb,
+    )
+    q, k, v = (t.unflatten(-1, (-1, d)) for t in qkv.split((n * d, g * d, g * d), dim=-1))
+    if shape.qk_norm:
+        q = parts.norm(f"{prefix}.q_layernorm", q, mb)
+        k = parts.norm(f"{prefix}.k_layernorm", k, mb)
+    if rotary is not None and shape.rotary is not None:
+        q = apply_rotary(q, rotary, shape.rotary.interleaved)
+        k = apply_rotary(k, rotary, shape.rotary.interleaved)
+    if cache is not None:
+        k, v = cache.extend(layer, k, v)
+    heads = torch.arange(n, device=x.device) + parts.tp_group.rank * n
+
+    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dropout = shape.attention_dropout
+        return causal_attention(q, k, v, heads, dropout, layer, mb, parts.fused_attention)
+
+    if parts.recompute == "selective" and mb.wgrads is not None:
+        mixed = recompute(core, q, k, v)
+    else:
+        mixed = core(q, k, v)
+    return row_parallel_linear(
+        mixed, parts.params[f"{prefix}.linear_proj.weight"], parts.tp_group,
+        parts.sequence_parallel, mb,
+    )

@@ -1,0 +1,1 @@
+"""The tensor axis: column/row-parallel linears, vocabulary embedding and cross-entropy."""
