@@ -27,7 +27,6 @@ DEV = [
     "ruff>=0.17,<0.18",
     "mypy>=2.4,<2.5",
     "import-linter>=2.5",
-    "types-PyYAML",
     "pybind11>=2.12",
     "setuptools>=70",
     "wheel",
@@ -99,9 +98,11 @@ class OptionalBuild(build_ext):
 
     def copy_extensions_to_source(self) -> None:
         """Copy what was built; an extension that was skipped leaves nothing to copy."""
-        self.extensions = [e for e in self.extensions if Path(self.get_ext_fullpath(e.name)).exists()
-                           or (Path(self.build_lib) / self.get_ext_filename(e.name)).exists()]
+        self.extensions = [ext for ext in self.extensions if self.is_built(ext)]
         super().copy_extensions_to_source()
+
+    def is_built(self, ext: Extension) -> bool:
+        return (Path(self.build_lib) / self.get_ext_filename(ext.name)).is_file()
 
 
 setup(
