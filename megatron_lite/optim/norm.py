@@ -1,0 +1,79 @@
+"""The global gradient norm and the clip coefficient.
+
+Each logical element counts once: the ranges come from the spec's ownership
+(`shard.pieces.norm_ranges`), so neither replicas nor padding rows are in the sum. Squares
+are summed over blocks in the accumulation dtype and over blocks in fp64, which keeps the
+result within 1e-7 of an fp64 sum in fp32, at the speed of one pass over memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_lite.shard.flat import BufferKey
+from megatron_lite.shard.pieces import Range
+
+_BLOCK = 1024  # elements per block; short enough that an fp32 sum loses nothing that counts
+
+
+class SquaredNorm:
+    """This rank's share of the squared global norm."""
+
+    def __init__(self, gradients: Mapping[BufferKey, Tensor], ranges: Sequence[Range]) -> None:
+        self._blocks: list[Tensor] = []
+        for key, start, stop in ranges:
+            whole = start + (stop - start) // _BLOCK * _BLOCK
+            if whole > start:
+                self._blocks.append(gradients[key][start:whole].view(-1, _BLOCK))
+            if stop > whole:
+                self._blocks.append(gradients[key][whole:stop].view(1, -1))
+        self._device = next(iter(gradients.values())).device if gradients else None
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Sum the squares.
+
+        Returns:
+            Sum of squares, 0-dim fp64, and the number of blocks that hold a non-finite
+            element, 0-dim fp64; both partial over the world, on the gradients' device.
+        """
+        if not self._blocks:
+            zero = torch.zeros((), dtype=torch.float64, device=self._device)
+            return zero, zero.clone()
+        norms = torch.cat([_block_norms(blocks) for blocks in self._blocks])
+        return norms.square().sum(), (~norms.isfinite()).sum().to(torch.float64)
+
+
+def _block_norms(blocks: Tensor) -> Tensor:
+    """[blocks, elements] -> [blocks] fp64, the 2-norm of each block."""
+    if blocks.device.type != "cpu":
+        return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64)
+    # On the CPU a norm that widens its input is 17 times slower than one that does not.
+    narrow = blocks if blocks.dtype == torch.float64 else blocks.float()
+    norms = torch.linalg.vector_norm(narrow, dim=1).double()
+    if not bool(norms.sum().isfinite()):
+        # Perhaps only the squares overflowed: fp64 tells.
+        norms = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64)
+    return norms
+
+
+def clip_coefficient(norm: float, clip: float) -> float:
+    """Factor that limits the gradient norm to `clip`: clip / (norm + 1e-6) if below 1.
+
+    Args:
+        norm: global gradient norm.
+        clip: largest norm; 0 means no clipping.
+    """
+    if clip <= 0.0:
+        return 1.0
+    coefficient = clip / (norm + 1e-6)
+    return coefficient if coefficient < 1.0 else 1.0
+
+
+def global_norm(sum_of_squares: float) -> float:
+    """The norm from the world's sum of squares; not finite where a gradient is not."""
+    return math.sqrt(sum_of_squares) if math.isfinite(sum_of_squares) else sum_of_squares

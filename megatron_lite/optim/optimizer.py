@@ -1,0 +1,191 @@
+"""The optimizer of one rank: masters, state, update, norm, and their logical pieces.
+
+All of it lies in flat buffers with the layout of the parameters, so a step is one fused
+call per optimizer group and no Python runs per parameter. Masters exist where their dtype
+differs from the compute dtype; otherwise the parameters are updated directly. Invariant:
+after every step and every `after_load` the compute parameters are the rounded masters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.schema import Config
+from megatron_lite.errors import UserError
+from megatron_lite.mesh.groups import Groups
+from megatron_lite.optim.adamw import AdamW
+from megatron_lite.optim.groups import ParamGroup
+from megatron_lite.optim.norm import SquaredNorm
+from megatron_lite.optim.rules import UpdateRule
+from megatron_lite.optim.sgd import SGD
+from megatron_lite.shard.buffers import FlatBuffers
+from megatron_lite.shard.flat import BufferKey
+from megatron_lite.shard.pieces import StatePiece, norm_ranges, state_pieces
+
+
+@dataclass(frozen=True)
+class _GroupTensors:
+    """The segments of one optimizer group."""
+
+    group: ParamGroup
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    state: dict[str, list[Tensor]]
+
+
+class Optimizer:
+    """Updates the parameters of `buffers` by `rule`.
+
+    Initial weights go the way loaded ones do: write them into `weight_pieces()`, which are
+    the masters where there are any, then call `after_load("master")`. A master made in the
+    constructor is the widened parameter, which has already lost bits.
+    """
+
+    def __init__(self, buffers: FlatBuffers, rule: UpdateRule, groups: Groups) -> None:
+        """Allocate masters and state.
+
+        Args:
+            buffers: parameters and main gradients.
+            rule: the update rule.
+            groups: of this rank; the data groups share the norm's work.
+        """
+        self.buffers = buffers
+        self.rule = rule
+        master = buffers.precision.master
+        self.masters: dict[BufferKey, Tensor] = {
+            key: buffers.zeros(key, master).copy_(values)
+            for key, values in buffers.values.items()
+            if key.dtype != master
+        }
+        self.state: dict[str, dict[BufferKey, Tensor]] = {
+            kind: {key: buffers.zeros(key, master) for key in buffers.values}
+            for kind in rule.kinds
+        }
+        # Shared by all segments; fp32 on the weights' device is what the fused kernels read.
+        self._step = torch.zeros((), dtype=torch.float32, device=buffers.device)
+        self._groups = self._collect_groups()
+        ranges = norm_ranges(
+            buffers.pieces,
+            {
+                "dense": (groups.dp_cp.rank, groups.dp_cp.size),
+                "expert": (groups.edp.rank, groups.edp.size),
+            },
+        )
+        self.squared_norm = SquaredNorm(buffers.gradients, ranges)
+
+    @property
+    def weights(self) -> dict[BufferKey, Tensor]:
+        """The buffers that a step updates: masters, or parameters where they are the same."""
+        return {**self.buffers.values, **self.masters}
+
+    @property
+    def updates(self) -> int:
+        """Number of updates so far, skipped steps not counted (reads the device)."""
+        return int(self._step.item())
+
+    @torch.no_grad()
+    def step(self, lr: float, weight_decay: float, clip_coefficient: float | Tensor) -> None:
+        """Update all parameters by the main gradients.
+
+        Args:
+            lr: scheduled learning rate.
+            weight_decay: scheduled weight decay.
+            clip_coefficient: factor of the gradients, applied in place unless it is 1.0.
+        """
+        self._step += 1
+        scaled = isinstance(clip_coefficient, Tensor) or clip_coefficient != 1.0
+        for tensors in self._groups:
+            if scaled:
+                torch._foreach_mul_(tensors.gradients, clip_coefficient)
+            self.rule.update(
+                tensors.weights,
+                [g.to(w.dtype) for g, w in zip(tensors.gradients, tensors.weights, strict=True)],
+                tensors.state,
+                self._step,
+                lr=lr * tensors.group.lr_mult,
+                weight_decay=weight_decay * tensors.group.wd_mult,
+            )
+        self._round_masters()
+
+    def state_pieces(self) -> Iterator[StatePiece]:
+        """Logical pieces of parameters, masters and state, for checkpoints; all writable.
+
+        Kinds: "param" (compute dtype), "master" where masters exist, and the rule's own.
+        The update count is `updates`. A reader writes the tensors, then calls `after_load`.
+        """
+        yield from state_pieces("param", self.buffers.values, self.buffers.pieces)
+        if self.masters:
+            yield from state_pieces("master", self.weights, self.buffers.pieces)
+        for kind, buffers in self.state.items():
+            yield from state_pieces(kind, buffers, self.buffers.pieces)
+
+    def weight_pieces(self) -> Iterator[StatePiece]:
+        """Logical weights in the best precision there is: masters, else parameters."""
+        kind = "master" if self.masters else "param"
+        return state_pieces(kind, self.weights, self.buffers.pieces)
+
+    @torch.no_grad()
+    def after_load(self, written: str, updates: int | None = None) -> None:
+        """Make parameters and masters agree after their pieces were written.
+
+        Args:
+            written: "master": the weights of `weight_pieces` are new, round them into the
+                parameters; "param": only parameters are new (weights without optimizer
+                state), widen them into the masters.
+            updates: number of updates that the loaded state has seen; None leaves it.
+        """
+        if written == "param":
+            for key, master in self.masters.items():
+                master.copy_(self.buffers.values[key])
+        elif written == "master":
+            self._round_masters()
+        else:
+            raise ValueError(f"written is {written!r}, neither 'master' nor 'param'")
+        if updates is not None:
+            self._step.fill_(updates)
+
+    def nonfinite_gradients(self) -> Counter[str]:
+        """Non-finite gradient elements of this rank by logical name; for messages only."""
+        found: Counter[str] = Counter()
+        for piece in self.buffers.gradient_pieces():
+            count = int((~piece.tensor.isfinite()).sum())
+            if count:
+                found[piece.spec.name] = count
+        return found
+
+    def _round_masters(self) -> None:
+        keys = list(self.masters)
+        if keys:
+            torch._foreach_copy_(
+                [self.buffers.values[key] for key in keys], [self.masters[key] for key in keys]
+            )
+
+    def _collect_groups(self) -> list[_GroupTensors]:
+        weights, collected = self.weights, {}
+        for segment in self.buffers.layout.segments:
+            group = segment.group
+            if not isinstance(group, ParamGroup):
+                raise TypeError(f"the layout was built with groups {type(group).__name__}")
+            tensors = collected.setdefault(
+                group, _GroupTensors(group, [], [], {kind: [] for kind in self.state})
+            )
+            part = slice(segment.start, segment.stop)
+            tensors.weights.append(weights[segment.key][part])
+            tensors.gradients.append(self.buffers.gradients[segment.key][part])
+            for kind, buffers in self.state.items():
+                tensors.state[kind].append(buffers[segment.key][part])
+        return list(collected.values())
+
+
+def build_rule(config: Config) -> UpdateRule:
+    """The update rule that `--optimizer` names."""
+    if config.optimizer == "adam":
+        return AdamW(config.adam_beta1, config.adam_beta2, config.adam_eps)
+    if config.optimizer == "sgd":
+        return SGD(config.sgd_momentum)
+    raise UserError(f"--optimizer {config.optimizer} is not supported; use adam or sgd")

@@ -1,0 +1,50 @@
+"""SGD with momentum, as Megatron's `--optimizer sgd` (torch's SGD: decay is coupled).
+
+g += wd w; m = momentum m + g; w -= lr m. It is linear in the gradient, so a wrong factor
+in a gradient shows in the weights, where Adam would hide it: parity tests use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Hyper-parameters of SGD."""
+
+    momentum: float
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The momentum, where there is any."""
+        return ("momentum",) if self.momentum else ()
+
+    def update(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        step: Tensor,
+        *,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        """Update weights and momentum in place; see `UpdateRule.update`."""
+        # A zero momentum makes the first step m = g, so no step is special.
+        torch._fused_sgd_(
+            list(weights),
+            list(gradients),
+            list(state["momentum"]) if self.momentum else [],
+            weight_decay=weight_decay,
+            momentum=self.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
