@@ -1,0 +1,186 @@
+"""Floating-point operations of one step: what the model needs and what one rank executes.
+
+Model FLOPs are a property of the model and the batch alone: no padding, no recomputation,
+no replicated work, so that MFU of two runs can be compared. A multiply-add is 2 FLOPs, the
+backward pass costs twice the forward pass, only matrix products count. Two conventions
+for attention: `full_square` counts all s*s pairs (Megatron's), `causal_half` exactly half.
+Counted FLOPs are the matrix products one rank really runs, for tests to compare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_lite.config.plan import ModelShape, ParallelShape
+
+CONVENTIONS = ("full_square", "causal_half")
+
+FLOPS_PER_MULTIPLY_ADD = 2
+FORWARD_AND_BACKWARD = 3  # the backward pass has two products for each of the forward pass
+
+
+def _check_convention(convention: str) -> None:
+    if convention not in CONVENTIONS:
+        legal = ", ".join(CONVENTIONS)
+        raise ValueError(f"unknown FLOPs convention {convention!r}; legal: {legal}")
+
+
+def layer_matmul_weights(model: ModelShape) -> int:
+    """Weights of one layer that multiply each token once (q, k, v, proj, MLP)."""
+    query_size = model.num_attention_heads * model.kv_channels
+    kv_size = model.num_query_groups * model.kv_channels
+    attention = model.hidden_size * (2 * query_size + 2 * kv_size)
+    mlp_matrices = 3 if model.gated else 2
+    return attention + mlp_matrices * model.hidden_size * model.ffn_hidden_size
+
+
+def model_flops_per_token(model: ModelShape, convention: str = "full_square") -> int:
+    """Forward and backward FLOPs of the model for one token of a full sequence.
+
+    Args:
+        model: the model's shape; the true vocabulary counts, not the padded one.
+        convention: "full_square" or "causal_half".
+
+    Returns:
+        FLOPs: 6 per matrix weight (layers and output head) plus attention's
+        scores and values, 12*s*n*d per layer by the full square, half by `causal_half`.
+    """
+    _check_convention(convention)
+    weights = model.num_layers * layer_matmul_weights(model)
+    weights += model.hidden_size * model.vocab_size
+    query_size = model.num_attention_heads * model.kv_channels
+    pairs = 2 * model.seq_length * query_size * model.num_layers  # scores and values
+    linear_flops = FORWARD_AND_BACKWARD * FLOPS_PER_MULTIPLY_ADD * weights
+    attention_flops = FORWARD_AND_BACKWARD * FLOPS_PER_MULTIPLY_ADD * pairs
+    if convention == "causal_half":
+        attention_flops //= 2
+    return linear_flops + attention_flops
+
+
+def model_flops_per_iteration(
+    model: ModelShape, global_batch_size: int, convention: str = "full_square"
+) -> int:
+    """Forward and backward FLOPs of one step over `global_batch_size` full sequences."""
+    tokens = global_batch_size * model.seq_length
+    return tokens * model_flops_per_token(model, convention)
+
+
+def model_tflops_per_rank(flops: int, elapsed_ms: float, world_size: int) -> float | None:
+    """Model FLOPs as a rate in TFLOP/s per rank; None for an interval of no length."""
+    if elapsed_ms <= 0.0:
+        return None
+    return flops / (elapsed_ms * 1e-3) / world_size / 1e12
+
+
+@dataclass(frozen=True)
+class MachinePeak:
+    """What one rank's matrix products could reach, and how that is known.
+
+    Attributes:
+        flops_per_s: FLOP/s of one rank, dense (never the sparse figure of a data sheet).
+        description: the convention, printed wherever MFU is.
+    """
+
+    flops_per_s: float
+    description: str
+
+
+def model_flops_utilization(
+    flops: int, elapsed_ms: float, world_size: int, peak: MachinePeak | None
+) -> float | None:
+    """Model FLOPs per second over the ranks' peak; None without a peak.
+
+    Recomputed and padded work is not in `flops`, so recomputation lowers MFU only by the
+    time it takes.
+    """
+    rate = model_tflops_per_rank(flops, elapsed_ms, world_size)
+    if peak is None or rate is None:
+        return None
+    return rate * 1e12 / peak.flops_per_s
+
+
+@dataclass(frozen=True)
+class RankGemmFlops:
+    """Matrix-product FLOPs of one rank in one step, by the part that causes them.
+
+    Attributes:
+        layer_linears: q, k, v, proj and MLP, forward and backward.
+        attention: scores and values, full square, forward and backward.
+        head: output projection, forward and backward.
+        recompute: products of the forward pass that run a second time.
+    """
+
+    layer_linears: int
+    attention: int
+    head: int
+    recompute: int
+
+    @property
+    def total(self) -> int:
+        """All matrix products of the rank."""
+        return self.layer_linears + self.attention + self.head + self.recompute
+
+
+def local_kv_heads(model: ModelShape, tp_size: int) -> int:
+    """KV heads one tensor-parallel rank holds; never less than one (then replicated)."""
+    return max(model.num_query_groups // tp_size, 1)
+
+
+def count_rank_gemm_flops(
+    model: ModelShape,
+    parallel: ParallelShape,
+    *,
+    samples: int,
+    layers: int,
+    has_head: bool,
+    recompute: str = "none",
+    recomputed_layers: int | None = None,
+    selective_products: int = 2,
+) -> RankGemmFlops:
+    """Count the matrix products that one rank executes, closed form.
+
+    Unlike model FLOPs this includes vocabulary padding, replicated KV heads and
+    recomputation. `torch.utils.flop_counter` counts the same for the plain matmul path; a
+    fused attention backward that recomputes its scores counts one more product per layer.
+
+    Args:
+        model: the model's shape.
+        parallel: sizes of the axes; tp and cp divide the work of a sample.
+        samples: samples this rank works on in the step (num_microbatches * mbs).
+        layers: transformer layers on this rank.
+        has_head: whether this rank's stage ends with the output projection.
+        recompute: "none", "selective" (core attention) or "full" (whole layers).
+        recomputed_layers: layers that are recomputed under "full"; None = all.
+        selective_products: attention products run again under "selective": 2 when core
+            attention runs again as a whole, 1 when only the scores do.
+    """
+    d = model.kv_channels
+    local_query = model.num_attention_heads // parallel.tp * d
+    local_kv = local_kv_heads(model, parallel.tp) * d
+    mlp_matrices = 3 if model.gated else 2
+    weights = model.hidden_size * (2 * local_query + 2 * local_kv)
+    weights += mlp_matrices * model.hidden_size * model.ffn_hidden_size // parallel.tp
+
+    tokens = samples * model.seq_length // parallel.cp
+    linear_forward = FLOPS_PER_MULTIPLY_ADD * tokens * weights * layers
+    product = FLOPS_PER_MULTIPLY_ADD * tokens * model.seq_length * local_query  # one layer
+    attention_forward = 2 * product * layers
+    head_forward = 0
+    if has_head:
+        local_vocab = model.padded_vocab_size(parallel.tp) // parallel.tp
+        head_forward = FLOPS_PER_MULTIPLY_ADD * tokens * model.hidden_size * local_vocab
+
+    again = 0
+    if recompute == "selective":
+        again = selective_products * product * layers
+    elif recompute == "full":
+        count = layers if recomputed_layers is None else min(recomputed_layers, layers)
+        again = (linear_forward + attention_forward) // max(layers, 1) * count
+    return RankGemmFlops(
+        layer_linears=FORWARD_AND_BACKWARD * linear_forward,
+        attention=FORWARD_AND_BACKWARD * attention_forward,
+        head=FORWARD_AND_BACKWARD * head_forward,
+        recompute=again,
+    )

@@ -1,0 +1,156 @@
+"""The start-up summary: what will run, in words, printed once by one rank.
+
+It says what is in force, including defaults that surprise (dropout, tied embeddings) and
+where we differ from Megatron. Pure formatting of values that were computed elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron_lite.telemetry.flops import MachinePeak, model_flops_per_token
+from megatron_lite.telemetry.lines import (
+    format_padded_vocab,
+    format_rank_parameters,
+    format_train_iters,
+)
+from megatron_lite.telemetry.memory import MemoryLedger
+
+if TYPE_CHECKING:
+    from megatron_lite.config.plan import Plan
+
+MIB = 2**20
+LABEL_WIDTH = 18
+
+EQUALITY_CLASSES: Mapping[str, str] = {
+    "float64": "MATCH64: any layout within 1e-10 of one process",
+    "float32": "MATCH32: any layout within fp32 rounding of one process",
+    "bfloat16": "NEAR: layouts differ by bf16 rounding",
+    "float16": "NEAR: layouts differ by fp16 rounding",
+}
+
+
+@dataclass(frozen=True)
+class SummaryFacts:
+    """What the summary needs beyond the plan.
+
+    Attributes:
+        parameters: logical elements of the model.
+        rank_parameters: (tp_rank, pp_rank, elements) per model-parallel rank.
+        ledger: memory of the largest rank.
+        data: label -> text (sources, documents, tokenizer, fingerprint).
+        loss_normalization: how the loss is averaged, in words.
+        warnings: every warning in force, also those printed before.
+        device: where and how it runs, e.g. "cpu, gloo, 1 thread per rank".
+        flops_convention: convention of TFLOP/s and MFU.
+        peak: what MFU is measured against.
+    """
+
+    parameters: int
+    rank_parameters: Sequence[tuple[int, int, int]]
+    ledger: MemoryLedger
+    data: Mapping[str, str] = field(default_factory=dict)
+    loss_normalization: str = "sum over valid tokens / valid tokens of the global batch"
+    warnings: Sequence[str] = ()
+    device: str = ""
+    flops_convention: str = "full_square"
+    peak: MachinePeak | None = None
+
+
+def describe_reproducibility(compute: str) -> str:
+    """The run's equality classes by its compute dtype."""
+    return f"BITWISE on resume in this layout; {EQUALITY_CLASSES[compute]}"
+
+
+def build_summary(plan: Plan, facts: SummaryFacts) -> str:
+    """Return the whole summary, several lines, no trailing newline."""
+    lines = ["start-up summary"]
+    lines += [_line("model", text) for text in _describe_model(plan)]
+    lines.append(_line("parameters", f"{facts.parameters:,} in total"))
+    lines.append(_line("layout", _describe_layout(plan)))
+    lines.append(_line("batch", _describe_batch(plan)))
+    lines.append(_line("loss", facts.loss_normalization))
+    lines.append(_line("precision", _describe_precision(plan)))
+    lines.append(_line("recomputation", plan.recompute))
+    if facts.device:
+        lines.append(_line("device", facts.device))
+    lines += [_line(label, text) for label, text in facts.data.items()]
+    lines.append(_line("reproducibility", describe_reproducibility(plan.precision.compute)))
+    lines.append(_line("FLOPs", _describe_flops(plan, facts)))
+    lines += _describe_memory(facts.ledger)
+    lines += [_line("warning", text) for text in facts.warnings]
+    padded = plan.model.padded_vocab_size(plan.parallel.tp)
+    lines.append(format_padded_vocab(plan.model.vocab_size, padded))
+    lines += [format_rank_parameters(*row) for row in facts.rank_parameters]
+    lines.append(format_train_iters(plan.batch.train_iters))
+    return "\n".join(lines)
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label.ljust(LABEL_WIDTH)}{text}"
+
+
+def _describe_model(plan: Plan) -> list[str]:
+    model = plan.model
+    kv = f"{model.num_query_groups} KV heads x {model.kv_channels}"
+    mlp = f"{model.activation}{', gated' if model.gated else ''}"
+    ends = "tied" if model.tied else "untied"
+    return [
+        f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
+        f"heads, {kv}, ffn {model.ffn_hidden_size} ({mlp}), sequence {model.seq_length}",
+        f"{model.normalization}, positions {model.position}, embedding and output {ends}, "
+        f"linear biases {'on' if model.linear_bias else 'off'}, dropout hidden "
+        f"{model.hidden_dropout:g} / attention {model.attention_dropout:g}",
+    ]
+
+
+def _describe_layout(plan: Plan) -> str:
+    parallel = plan.parallel
+    sizes = (("TP", parallel.tp), ("CP", parallel.cp), ("DP", parallel.dp), ("PP", parallel.pp))
+    axes = " x ".join(f"{name} {size}" for name, size in sizes)
+    extras = ", sequence parallel" if parallel.sequence_parallel else ""
+    if parallel.ep > 1 or parallel.etp != parallel.tp:
+        extras += f"; experts ETP {parallel.etp} x EP {parallel.ep} x EDP {parallel.edp}"
+    if parallel.vpp > 1:
+        extras += f", {parallel.vpp} stages per pipeline rank"
+    return f"{axes} = {parallel.world_size} ranks{extras}; order {parallel.order}"
+
+
+def _describe_batch(plan: Plan) -> str:
+    batch = plan.batch
+    size = batch.global_batch_size_at(0)
+    count = batch.num_microbatches_at(0)
+    text = (
+        f"global {size} = {batch.micro_batch_size} x {batch.dp_size} DP x {count} microbatches, "
+        f"{size * batch.seq_length:,} tokens per step"
+    )
+    if len(batch.ramp) > 1:
+        first_sample, final = batch.ramp[-1]
+        text += f", growing to {final} from sample {first_sample} on"
+    return text
+
+
+def _describe_precision(plan: Plan) -> str:
+    precision = plan.precision
+    masters = "no separate masters"
+    if precision.master != precision.compute:
+        masters = f"masters {precision.master}"
+    return f"compute {precision.compute}, {masters}, main gradients {precision.main_grad}"
+
+
+def _describe_flops(plan: Plan, facts: SummaryFacts) -> str:
+    per_token = model_flops_per_token(plan.model, facts.flops_convention)
+    text = f"{per_token:,} per token, forward and backward, attention {facts.flops_convention}"
+    if facts.peak is None:
+        return f"{text}; no peak given, MFU is null"
+    return (
+        f"{text}; MFU against {facts.peak.flops_per_s / 1e9:.1f} GFLOP/s per rank "
+        f"({facts.peak.description})"
+    )
+
+
+def _describe_memory(ledger: MemoryLedger) -> list[str]:
+    rows = [f"{name} {size / MIB:.1f}" for name, size in ledger.rows()]
+    return [_line("memory per rank", "MiB: " + ", ".join(rows))]
