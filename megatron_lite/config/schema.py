@@ -355,7 +355,6 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = flag(None, "Training prefixes.", nargs="*")
     valid_data_path: tuple[str, ...] | None = flag(None, "Validation prefixes.", nargs="*")
     test_data_path: tuple[str, ...] | None = flag(None, "Test prefixes.", nargs="*")
-    data_args_path: str | None = flag(None, "File that holds the words of --data-path.")
     data_cache_path: str | None = flag(None, "Directory of the index cache.")
     mock_data: bool = flag(False, "Counting sequences instead of data.")
     num_workers: int = flag(2, "Loader processes per rank; 0: in the main process.")
