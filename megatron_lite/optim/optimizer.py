@@ -63,8 +63,7 @@ class Optimizer:
             if key.dtype != master
         }
         self.state: dict[str, dict[BufferKey, Tensor]] = {
-            kind: {key: buffers.zeros(key, master) for key in buffers.values}
-            for kind in rule.kinds
+            kind: {key: buffers.zeros(key, master) for key in buffers.values} for kind in rule.kinds
         }
         # Shared by all segments; fp32 on the weights' device is what the fused kernels read.
         self._step = torch.zeros((), dtype=torch.float32, device=buffers.device)
@@ -166,7 +165,8 @@ class Optimizer:
             )
 
     def _collect_groups(self) -> list[_GroupTensors]:
-        weights, collected = self.weights, {}
+        weights = self.weights
+        collected: dict[ParamGroup, _GroupTensors] = {}
         for segment in self.buffers.layout.segments:
             group = segment.group
             if not isinstance(group, ParamGroup):

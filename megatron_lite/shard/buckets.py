@@ -59,9 +59,7 @@ class MainGradients:
         )
         self._data_groups: dict[str, Group] = {"dense": groups.dp_cp, "expert": groups.edp}
         self._accounts: dict[nn.Parameter, _Account] = {
-            buffers.params[name]: _Account(
-                name, buffers.gradient_of(name), slot.bucket, slot.uses
-            )
+            buffers.params[name]: _Account(name, buffers.gradient_of(name), slot.bucket, slot.uses)
             for name, slot in layout.slots.items()
         }
         self._incomplete = [0] * len(layout.buckets)  # parameters still awaited, per bucket

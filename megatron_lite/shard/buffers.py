@@ -48,7 +48,9 @@ class FlatBuffers:
         self.precision = precision
         self.params = {name: params[name] for name in layout.slots}
         self.pieces: tuple[Piece, ...] = find_pieces(layout, coordinates, parallel)
-        self.device = next(iter(self.params.values())).device if self.params else torch.device("cpu")
+        self.device = (
+            next(iter(self.params.values())).device if self.params else torch.device("cpu")
+        )
         self.values = {key: self.zeros(key, key.dtype) for key in layout.sizes}
         self.gradients = {key: self.zeros(key, precision.main_grad) for key in layout.sizes}
         for name, slot in layout.slots.items():
@@ -66,9 +68,7 @@ class FlatBuffers:
 
     def zeros(self, key: BufferKey, dtype: str) -> Tensor:
         """A further flat buffer for a key: masters, moments."""
-        return torch.zeros(
-            self.layout.sizes[key], dtype=getattr(torch, dtype), device=self.device
-        )
+        return torch.zeros(self.layout.sizes[key], dtype=getattr(torch, dtype), device=self.device)
 
     def gradient_of(self, name: str) -> Tensor:
         """Main gradient of a stored parameter, a view in its shape."""
