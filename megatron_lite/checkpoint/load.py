@@ -1,0 +1,90 @@
+"""Loading on many ranks: one choice for all, and all or nothing.
+
+Rank 0 chooses the newest checkpoint that verifies and tells the others its place, step and
+manifest hash. Each rank verifies what it reads. When a rank finds damage, all ranks give
+that checkpoint up together and go to the next older one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from megatron_lite.checkpoint.catalog import Found, PassedOver, find_checkpoint
+from megatron_lite.checkpoint.reader import Checkpoint
+from megatron_lite.checkpoint.together import every_rank, first_rank
+from megatron_lite.checkpoint.verify import load_manifest
+from megatron_lite.errors import DamagedError
+from megatron_lite.mesh.groups import Group
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[T]):
+    """What `load` returned on this rank, from which checkpoint, and what was passed over."""
+
+    value: T
+    checkpoint: Checkpoint
+    passed_over: tuple[PassedOver, ...]
+
+
+def load_newest(
+    path: str | Path,
+    group: Group,
+    load: Callable[[Checkpoint], T],
+    step: int | None = None,
+) -> Loaded[T]:
+    """Load the newest checkpoint that verifies, the same one on all ranks.
+
+    Args:
+        path: SAVE root or one checkpoint directory.
+        group: the world.
+        load: reads this rank's boxes into new tensors and returns them; it must not touch
+            live state, because its result may be thrown away (all or nothing).
+        step: only this step.
+
+    Raises:
+        NoCheckpoint: nothing is there. DamagedError: nothing there verifies, or the one
+            step asked for does not. Any other error of `load`. Always on all ranks.
+
+    Comm: two exchanges of a few hundred bytes per rank for each checkpoint tried.
+    """
+    place = Path(path)
+    excluded: list[PassedOver] = []
+    while True:
+        found = _choose(place, step, excluded, group)
+        values: list[T] = []
+        checkpoint = Checkpoint(found)
+        try:
+            every_rank(_collect(load, checkpoint, values), group, place)
+        except DamagedError as error:
+            excluded.append(PassedOver(found.step, str(error)))
+            continue
+        return Loaded(values[0], checkpoint, found.passed_over)
+
+
+def _collect(
+    load: Callable[[Checkpoint], T], checkpoint: Checkpoint, values: list[T]
+) -> Callable[[], None]:
+    def work() -> None:
+        values.append(load(checkpoint))
+
+    return work
+
+
+def _choose(place: Path, step: int | None, excluded: list[PassedOver], group: Group) -> Found:
+    def choose() -> dict[str, Any]:
+        found = find_checkpoint(place, step, verify="structure", excluded=excluded)
+        return {
+            "directory": str(found.directory),
+            "step": found.step,
+            "sha256": found.manifest_sha256,
+            "passed_over": [[item.step, item.reason] for item in found.passed_over],
+        }
+
+    told = first_rank(choose, group, place)
+    directory = Path(told["directory"])
+    manifest, sha256 = load_manifest(directory, told["sha256"])
+    passed_over = tuple(PassedOver(*item) for item in told["passed_over"])
+    return Found(directory, told["step"], sha256, manifest, passed_over)
