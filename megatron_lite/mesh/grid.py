@@ -7,18 +7,13 @@ set of axes partition the ranks, and both grids have the same pipeline groups.
 No torch: a login node answers for 16,384 ranks in milliseconds.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
+from megatron_lite.config.plan import ParallelShape
 from megatron_lite.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron_lite.config.plan import ParallelShape
 
 RANK_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 

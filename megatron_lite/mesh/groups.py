@@ -117,9 +117,11 @@ def build_groups(
             if key not in created:
                 # Members alone synchronise: the whole world meeting for each group of each
                 # axis costs minutes on thousands of ranks.
-                created[key] = dist.new_group(
+                new = dist.new_group(
                     ranks, timeout=timeout, use_local_synchronization=True, group_desc=name
                 )
+                assert isinstance(new, dist.ProcessGroup), "this rank is a member"
+                created[key] = new
             process_group = created[key]
         groups[name] = Group(name, ranks, ranks.index(rank), process_group, recorder)
     return Groups(**groups)

@@ -1,0 +1,86 @@
+"""How ranks start and end: the environment, the default process group, the guard.
+
+`world.py` says who a process is, `guard.py` how a run ends; here they meet torch. torch is
+imported only when a process group is made. Invariant: gloo on the CPU and NCCL on CUDA,
+whatever a flag says, because the other pairs do not exist or do not work.
+"""
+
+from datetime import timedelta
+
+from megatron_lite.errors import UserError
+from megatron_lite.mesh.failure_board import StoreBoard
+from megatron_lite.mesh.guard import RunStatus, run_guarded
+from megatron_lite.mesh.world import WorldInfo, detect_world
+
+__all__ = [
+    "RunStatus",
+    "WorldInfo",
+    "detect_world",
+    "finish_distributed",
+    "init_distributed",
+    "run_guarded",
+]
+
+
+def init_distributed(
+    info: WorldInfo, device: str, *, timeout_minutes: float = 10, status: RunStatus | None = None
+) -> None:
+    """Make the default process group; nothing to do for one process.
+
+    Args:
+        info: this rank's place, from `detect_world`.
+        device: "cpu" (gloo) or "cuda" (NCCL, and this process's device is set).
+        timeout_minutes: of the meeting and of every collective.
+        status: the run's status; from now on the ranks tell each other of failures
+            through it. A group that exists already (the ranks of a test pool) is kept.
+
+    Comm: rendezvous at `info.rendezvous`.
+
+    Raises:
+        UserError: no such device, or the ranks did not meet in time.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        count = torch.cuda.device_count()
+        if info.local_rank >= count:
+            raise UserError(
+                f"rank {info.rank} is number {info.local_rank} on its node, which has {count} "
+                f"CUDA devices: start at most {count} ranks per node, or use --device cpu"
+            )
+        torch.cuda.set_device(info.local_rank)
+    if info.world_size == 1 or dist.is_initialized():
+        return
+    timeout = timedelta(minutes=timeout_minutes)
+    try:
+        store, _, _ = next(
+            dist.rendezvous(info.rendezvous, info.rank, info.world_size, timeout=timeout)
+        )
+        store.set_timeout(timeout)
+        if status is not None:
+            status.attach(StoreBoard(dist.PrefixStore("failure", store), info.world_size))
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=dist.PrefixStore("default", store),
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timeout,
+        )
+    except (dist.DistError, TimeoutError, OSError) as error:
+        raise UserError(
+            f"rank {info.rank} of {info.world_size} did not meet the others at "
+            f"{info.rendezvous} within {timeout_minutes:g} minutes: {error}"
+        ) from error
+
+
+def finish_distributed() -> None:
+    """Take the process group down at the regular end of a run.
+
+    Comm: one barrier, so that no rank closes a connection that another still reads.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
