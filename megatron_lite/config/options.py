@@ -98,14 +98,15 @@ def load_known_rows() -> tuple[KnownRow, ...]:
 
 def build_options() -> dict[str, Option]:
     """Return all options by destination: the schema's first, in the order of the help."""
+    rows = load_known_rows()
     rated: dict[str, KnownRow] = {}
-    for row in load_known_rows():
+    for row in rows:
         rated.setdefault(row.dest, row)
     options = {}
     for group, group_type in GROUPS:
         for field in flag_fields(group_type):
             options[field.name] = schema_option(field, group, rated.get(field.name))
-    for row in load_known_rows():
+    for row in rows:
         spellings = tuple((name, spelled_value(row, name)) for name in row.names)
         if row.dest not in options:
             options[row.dest] = known_option(row, spellings)

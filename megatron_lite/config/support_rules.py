@@ -1,0 +1,115 @@
+"""Rules for what is legal but not built yet, or not part of this program.
+
+They stand beside the arithmetic rules, not before them: a layout that cannot work is
+told so even when its axis does not exist yet. Reasons come from the table of known
+flags; the later owner of an axis deletes its rows here or changes their status there.
+"""
+
+from __future__ import annotations
+
+from megatron_lite.config.facts import Facts, Rule
+from megatron_lite.config.options import Option, build_options
+from megatron_lite.config.schema import Config
+
+OPTIMIZERS = ("adam", "sgd")
+POSITIONS = ("learned_absolute", "rope", "none")
+TOKENIZERS = (
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "ByteLevelTokenizer",
+    "NullTokenizer",
+)
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "zbv",
+    "v-half",
+    "v-min",
+    "dualpipev",
+    "auto",
+)
+
+
+def shown(option: Option, value: object) -> str:
+    """Write an option and its value as on the command line."""
+    if isinstance(value, bool):
+        return option.name
+    if isinstance(value, tuple):
+        return f"{option.name} {' '.join(str(item) for item in value)}"
+    return f"{option.name} {value}"
+
+
+def refused_options(config: Config) -> dict[str, list[str]]:
+    """Return what is given but refused by name, by reason.
+
+    Covers fields of the schema whose value asks for something, and Megatron's flags
+    outside the schema that the parser recorded.
+    """
+    found: dict[str, list[str]] = {}
+    options = build_options()
+    for option in options.values():
+        if not option.group or option.status != "refused":
+            continue
+        value = getattr(config, option.dest)
+        gate = options.get(option.gate)
+        if value == option.default or (gate and getattr(config, gate.dest) == gate.default):
+            continue
+        found.setdefault(option.reason, []).append(shown(option, value))
+    for flag in config.refused_flags:
+        found.setdefault(flag.reason, []).append(flag.text)
+    return found
+
+
+def refused_message(f: Facts) -> str:
+    """List all refused flags by reason."""
+    found = refused_options(f.config)
+    return "; ".join(f"{', '.join(texts)}: {reason}" for reason, texts in found.items())
+
+
+def value_rule(field: str, legal: tuple[str, ...]) -> Rule:
+    """A choice of which only some are built."""
+    name = f"--{field.replace('_', '-')}"
+    return Rule(
+        f"built-{name[2:]}",
+        lambda f: getattr(f.config, field) is not None and getattr(f.config, field) not in legal,
+        lambda f: (
+            f"{name} {getattr(f.config, field)} is not yet supported; legal: {', '.join(legal)}"
+        ),
+    )
+
+
+def schedule_unknown(f: Facts) -> bool:
+    """A schedule is one of the names or a file."""
+    name = f.config.pipeline_schedule
+    return name is not None and name not in SCHEDULES and not name.startswith("file:")
+
+
+SUPPORT_RULES: tuple[Rule, ...] = (
+    Rule("refused-flags", lambda f: bool(refused_options(f.config)), refused_message),
+    value_rule("optimizer", OPTIMIZERS),
+    value_rule("position_embedding_type", POSITIONS),
+    value_rule("tokenizer_type", TOKENIZERS),
+    value_rule("dataloader_type", ("single",)),
+    value_rule("data_parallel_sharding_strategy", ("no_shard",)),
+    value_rule("nan_policy", ("skip", "stop")),
+    Rule(
+        "recompute-modules-built",
+        lambda f: any(name != "core_attn" for name in f.config.recompute_modules or ()),
+        lambda f: (
+            f"--recompute-modules {' '.join(f.config.recompute_modules or ())}: only core_attn is "
+            "supported yet"
+        ),
+    ),
+    Rule(
+        "schedule-name",
+        schedule_unknown,
+        lambda f: (
+            f"--pipeline-schedule {f.config.pipeline_schedule} is unknown; legal: "
+            f"{', '.join(SCHEDULES)}, file:PATH"
+        ),
+    ),
+)
