@@ -1,0 +1,1 @@
+"""Proof that a layout gives the same numbers: run it, run one process, compare the dumps."""
