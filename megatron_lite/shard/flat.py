@@ -136,16 +136,16 @@ def _fill_buckets(
     """Members of every bucket, buckets ordered by when their last gradient is complete."""
     filling: dict[BufferKey, list[PhysicalParam]] = {}
     last: dict[BufferKey, int] = {}
-    closed: list[tuple[BufferKey, list[PhysicalParam]]] = []
+    closed: list[tuple[int, BufferKey, list[PhysicalParam]]] = []
     for position, physical in enumerate(reversed(physicals)):
         key = BufferKey(physical.views[0].spec.grid, dtype_of(physical))
         bucket = filling.setdefault(key, [])
         bucket.append(physical)
         last[key] = position
         if sum(_aligned(math.prod(member.shape)) for member in bucket) >= bucket_size:
-            closed.append((key, filling.pop(key)))
-    remaining = sorted(filling, key=lambda key: last[key])
-    return closed + [(key, filling[key]) for key in remaining]
+            closed.append((position, key, filling.pop(key)))
+    closed += [(last[key], key, bucket) for key, bucket in filling.items()]
+    return [(key, bucket) for _, key, bucket in sorted(closed, key=lambda entry: entry[0])]
 
 
 def _side_by_side(

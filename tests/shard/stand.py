@@ -1,0 +1,142 @@
+"""The data side of one rank without a model: parameters by spec, buffers, sink, groups."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.plan import ModelShape, ParallelShape, PrecisionShape
+from megatron_lite.mesh.grid import build_grids
+from megatron_lite.mesh.groups import Groups, build_groups, local_groups
+from megatron_lite.mesh.recorder import Recorder
+from megatron_lite.optim.groups import param_group
+from megatron_lite.shard.buckets import MainGradients
+from megatron_lite.shard.buffers import FlatBuffers, trained
+from megatron_lite.shard.flat import FlatLayout, build_layout
+from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.spec.physical import PhysicalParam, physical_params
+from megatron_lite.spec.shards import Box
+
+PRECISIONS = {
+    "float64": PrecisionShape("float64", "float64", "float64"),
+    "float32": PrecisionShape("float32", "float32", "float32"),
+    "bfloat16": PrecisionShape("bfloat16", "float32", "float32"),
+}
+
+
+def model_shape(**changes: object) -> ModelShape:
+    """A small Qwen-like model with everything that is reduced in its own way."""
+    values: dict[str, object] = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 8,
+        "num_query_groups": 2,
+        "kv_channels": 4,
+        "ffn_hidden_size": 24,
+        "vocab_size": 37,
+        "vocab_multiple": 4,
+        "seq_length": 8,
+        "max_position_embeddings": 8,
+        "position": "learned_absolute",
+        "rotary": None,
+        "normalization": "LayerNorm",
+        "norm_epsilon": 1e-5,
+        "norm_one_plus": False,
+        "gated": True,
+        "activation": "silu",
+        "linear_bias": True,
+        "qkv_bias": True,
+        "qk_norm": True,
+        "tied": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_std": 0.02,
+    }
+    return ModelShape(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def parallel_shape(
+    tp: int = 1, dp: int = 1, cp: int = 1, sequence_parallel: bool = False
+) -> ParallelShape:
+    return ParallelShape(
+        world_size=tp * cp * dp, tp=tp, cp=cp, ep=1, etp=tp, dp=dp, edp=cp * dp, pp=1, vpp=1,
+        sequence_parallel=sequence_parallel, order="tp-cp-ep-dp-pp",
+    )  # fmt: skip
+
+
+def small_layout(
+    physicals: tuple[PhysicalParam, ...], dtype: str = "float64", bucket_size: int = 500
+) -> FlatLayout:
+    return build_layout(
+        physicals, dtype_of=lambda _: dtype, group_of=param_group, bucket_size=bucket_size
+    )
+
+
+@dataclass
+class Stand:
+    """Everything one rank needs to accumulate, reduce and update."""
+
+    physicals: tuple[PhysicalParam, ...]
+    params: dict[str, nn.Parameter]
+    buffers: FlatBuffers
+    sink: MainGradients
+    groups: Groups
+    recorder: Recorder
+
+    def contribute(self, value: Callable[[PhysicalParam], Tensor | float]) -> None:
+        """One microbatch's backward: every use-site adds `value`, the last layer first."""
+        for physical in reversed(self.physicals):
+            param = self.params[physical.name]
+            for _ in physical.uses:
+                self.sink.main_grad(param).add_(value(physical))
+                self.sink.written(param)
+
+
+def build_stand(
+    parallel: ParallelShape | None = None,
+    rank: int = 0,
+    *,
+    dtype: str = "float64",
+    bucket_size: int = 500,
+    overlap: bool = True,
+    model: ModelShape | None = None,
+    frozen: tuple[str, ...] = (),
+) -> Stand:
+    parallel, model = parallel or parallel_shape(), model or model_shape()
+    grids, recorder = build_grids(parallel), Recorder()
+    if parallel.world_size == 1:
+        groups = local_groups(recorder)
+    else:
+        groups = build_groups(grids, rank, model.num_query_groups, recorder=recorder)
+    physicals = physical_params(model_spec(model, parallel))
+    params = {
+        p.name: nn.Parameter(
+            torch.zeros(p.shape, dtype=getattr(torch, dtype)), requires_grad=p.name not in frozen
+        )
+        for p in physicals
+    }
+    physicals = trained(physicals, params)
+    buffers = FlatBuffers(
+        small_layout(physicals, dtype, bucket_size),
+        params,
+        {"dense": grids.dense.coordinate(rank), "expert": grids.expert.coordinate(rank)},
+        parallel,
+        PRECISIONS[dtype],
+    )
+    sink = MainGradients(buffers, groups, overlap=overlap)
+    return Stand(physicals, params, buffers, sink, groups, recorder)
+
+
+def logical_value(spec: ParamSpec, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """The whole logical tensor: small values that differ by element and by name."""
+    offset = sum(map(ord, spec.name)) % 89
+    index = torch.arange(prod(spec.shape), dtype=torch.float64)
+    return (((index * 7 + offset) % 101 - 50) / 64 * scale).to(dtype).view(spec.shape)
+
+
+def region(whole: Tensor, box: Box) -> Tensor:
+    """The part of a logical tensor that a box names."""
+    ranges = zip(box.offset, box.shape, strict=True)
+    return whole[tuple(slice(start, start + length) for start, length in ranges)]

@@ -1,0 +1,104 @@
+"""The layout of flat buffers."""
+
+import pytest
+
+from megatron_lite.optim.groups import DECAYED, NOT_DECAYED, param_group
+from megatron_lite.shard.flat import ALIGNMENT, build_layout, default_bucket_size
+from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.physical import PhysicalParam, physical_params
+from tests.shard.stand import model_shape, parallel_shape, small_layout
+
+
+def physicals(num_layers: int = 2, **parallel: int) -> tuple[PhysicalParam, ...]:
+    model = model_shape(num_layers=num_layers)
+    return physical_params(model_spec(model, parallel_shape(**parallel)))
+
+
+def test_default_bucket_size_is_megatrons() -> None:
+    assert default_bucket_size(8) == 40_000_000
+    assert default_bucket_size(64) == 64_000_000
+
+
+def test_slots_are_aligned_disjoint_and_inside_their_bucket() -> None:
+    layout = small_layout(physicals())
+    assert len(layout.buckets) > 3
+    end = 0
+    for slot in layout.slots.values():
+        assert slot.start % ALIGNMENT == 0
+        assert end <= slot.start < end + ALIGNMENT
+        end = slot.start + slot.numel
+        bucket = layout.buckets[slot.bucket]
+        assert bucket.start <= slot.start and end <= bucket.stop
+        assert slot.physical.name in bucket.names
+    assert sum(bucket.elements for bucket in layout.buckets) == sum(layout.sizes.values())
+
+
+def test_buckets_follow_the_backward_pass_and_close_when_full() -> None:
+    stored = physicals()
+    layout = small_layout(stored, bucket_size=500)
+    backward = [physical.name for physical in reversed(stored)]
+    position = 0
+    for index, bucket in enumerate(layout.buckets):
+        assert set(bucket.names) == set(backward[position : position + len(bucket.names)])
+        position += len(bucket.names)
+        if index + 1 < len(layout.buckets):
+            assert bucket.elements >= 500
+    assert position == len(backward)
+
+
+def test_a_tied_embedding_is_in_the_last_bucket_with_both_its_uses() -> None:
+    layout = small_layout(physicals())
+    slot = layout.slots["embedding.word_embeddings.weight"]
+    assert slot.bucket == len(layout.buckets) - 1
+    assert slot.uses == 2
+
+
+def test_use_sites_of_a_stage_are_taken_where_given() -> None:
+    stored = physicals()
+    uses = {physical.name: 1 for physical in stored}
+    layout = build_layout(
+        stored,
+        dtype_of=lambda _: "float32",
+        group_of=param_group,
+        bucket_size=500,
+        uses=uses,
+    )
+    assert layout.slots["embedding.word_embeddings.weight"].uses == 1
+
+
+def test_one_bucket_has_two_segments_however_many_layers() -> None:
+    layout = small_layout(physicals(num_layers=20), bucket_size=10**9)
+    assert len(layout.slots) > 200
+    assert [segment.group for segment in layout.segments] == [NOT_DECAYED, DECAYED]
+    assert layout.segments[-1].stop == sum(layout.sizes.values())
+
+
+def test_segments_cover_the_buffers_with_members_of_one_group() -> None:
+    layout = small_layout(physicals())
+    assert len(layout.segments) <= 2 * len(layout.buckets)
+    for slot in layout.slots.values():
+        owners = [s for s in layout.segments if s.start <= slot.start < s.stop]
+        assert [s.group for s in owners] == [param_group(slot.physical)]
+
+
+def test_dtypes_have_buffers_of_their_own() -> None:
+    stored = physicals()
+    layout = build_layout(
+        stored,
+        dtype_of=lambda p: "float32" if len(p.shape) == 1 else "bfloat16",
+        group_of=param_group,
+        bucket_size=500,
+    )
+    assert {key.dtype for key in layout.sizes} == {"float32", "bfloat16"}
+    for slot in layout.slots.values():
+        assert (slot.key.dtype == "float32") == (len(slot.physical.shape) == 1)
+    # One order over all buffers: a bucket is sent when its last member can be complete.
+    backward = {physical.name: i for i, physical in enumerate(reversed(stored))}
+    closing = [max(backward[name] for name in bucket.names) for bucket in layout.buckets]
+    assert closing == sorted(closing)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_every_tp_size_has_the_same_buckets_of_names_with_a_large_size(tp: int) -> None:
+    layout = small_layout(physicals(tp=tp), bucket_size=10**9)
+    assert set(layout.buckets[0].names) == {p.name for p in physicals()}

@@ -1,0 +1,98 @@
+"""Logical pieces in flat buffers, and the ranges of the norm."""
+
+import pytest
+import torch
+
+from megatron_lite.config.plan import ParallelShape
+from megatron_lite.mesh.grid import build_grids
+from megatron_lite.shard.pieces import find_pieces, norm_ranges, state_pieces
+from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.physical import physical_params
+from tests.shard.stand import (
+    build_stand,
+    logical_value,
+    model_shape,
+    parallel_shape,
+    region,
+    small_layout,
+)
+
+
+def counted_elements(parallel: ParallelShape) -> dict[str, torch.Tensor]:
+    """How often the norm ranges of all ranks contain each logical element."""
+    specs = model_spec(model_shape(), parallel)
+    layout = small_layout(physical_params(specs))
+    (key,) = layout.sizes
+    grids = build_grids(parallel)
+    counts = {spec.name: torch.zeros(spec.shape) for spec in specs}
+    for rank in range(parallel.world_size):
+        coordinates = {"dense": grids.dense.coordinate(rank)}
+        data_group = grids.dense.group(rank, ("cp", "dp"))
+        pieces = find_pieces(layout, coordinates, parallel)
+        ranges = norm_ranges(pieces, {"dense": (data_group.index(rank), len(data_group))})
+        marks = torch.zeros(layout.sizes[key])
+        for _, start, stop in ranges:
+            marks[start:stop] += 1
+        for piece in state_pieces("mark", {key: marks}, pieces):
+            region(counts[piece.spec.name], piece.box).add_(piece.tensor)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        parallel_shape(),
+        parallel_shape(dp=3),
+        parallel_shape(tp=2),
+        parallel_shape(tp=4, sequence_parallel=True),
+        parallel_shape(tp=8, sequence_parallel=True),
+        parallel_shape(tp=4, dp=2, cp=2),
+    ],
+    ids=str,
+)
+def test_norm_ranges_of_all_ranks_hold_every_logical_element_once(
+    parallel: ParallelShape,
+) -> None:
+    for name, count in counted_elements(parallel).items():
+        assert torch.equal(count, torch.ones_like(count)), name
+
+
+def test_vocabulary_padding_is_in_no_range_and_no_piece() -> None:
+    parallel = parallel_shape(tp=4)  # 37 rows padded to 48: rank 3 holds 1 row and 11 of padding
+    layout = small_layout(physical_params(model_spec(model_shape(), parallel)))
+    slot = layout.slots["embedding.word_embeddings.weight"]
+    padding = (slot.start + 1 * 16, slot.start + slot.numel)
+    pieces = find_pieces(layout, {"dense": {"tp": 3, "cp": 0, "dp": 0, "pp": 0}}, parallel)
+    (word,) = (p for p in pieces if p.spec.name == "embedding.word_embeddings.weight")
+    assert word.box.shape == (1, 16)
+    for _, start, stop in norm_ranges(pieces, {"dense": (0, 1)}):
+        assert stop <= padding[0] or start >= padding[1]
+
+
+def test_the_norm_runs_over_few_ranges_on_the_first_tensor_rank() -> None:
+    parallel = parallel_shape(tp=2)
+    specs = model_spec(model_shape(num_layers=20, vocab_size=40), parallel)
+    layout = small_layout(physical_params(specs), bucket_size=10**9)
+    pieces = find_pieces(layout, {"dense": {"tp": 0, "cp": 0, "dp": 0, "pp": 0}}, parallel)
+    assert len(norm_ranges(pieces, {"dense": (0, 1)})) == 1
+
+
+def test_data_ranks_share_the_norm_equally() -> None:
+    parallel = parallel_shape(dp=2)
+    layout = small_layout(physical_params(model_spec(model_shape(), parallel)))
+    pieces = find_pieces(layout, {"dense": {"tp": 0, "cp": 0, "dp": 0, "pp": 0}}, parallel)
+    lengths = [
+        sum(stop - start for _, start, stop in norm_ranges(pieces, {"dense": (index, 2)}))
+        for index in range(2)
+    ]
+    assert abs(lengths[0] - lengths[1]) <= 1
+
+
+def test_pieces_are_views_of_the_stored_parameters() -> None:
+    stand = build_stand()
+    for piece in state_pieces("param", stand.buffers.values, stand.buffers.pieces):
+        piece.tensor.copy_(region(logical_value(piece.spec, torch.float64), piece.box))
+    for physical in stand.physicals:
+        for view in physical.views:
+            stored = stand.params[physical.name][view.start : view.start + view.spec.shape[0]]
+            assert torch.equal(stored, logical_value(view.spec, torch.float64)), view.spec.name
