@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
+from typing import Any
 
 from megatron_lite.errors import RunStopped
 
@@ -41,7 +42,7 @@ class StopSignals:
 
     def __init__(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
         self._signals = tuple(dict.fromkeys(signals))
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
         self.received: signal.Signals | None = None
 
@@ -68,7 +69,7 @@ class StopSignals:
         for number, handler in self._previous.items():
             # None: the handler was not installed from Python and cannot be put back.
             restored = signal.SIG_DFL if handler is None else handler
-            signal.signal(number, restored)  # type: ignore[arg-type]
+            signal.signal(number, restored)
         self._previous.clear()
 
 

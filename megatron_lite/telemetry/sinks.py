@@ -7,6 +7,7 @@ averages over `--log-interval`, the file keeps each iteration. External services
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -91,7 +92,9 @@ class JsonlSink:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        # Every row was flushed; what a full disk left behind has been told already.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def _ends_inside_line(path: str) -> bool:
