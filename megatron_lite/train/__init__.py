@@ -1,0 +1,1 @@
+"""The run: build everything once, then step, log, evaluate, save until it is over."""

@@ -1,0 +1,299 @@
+"""The only place where everything meets: from a checked config to a run that can step.
+
+config -> tokenizer -> plan -> ranks and groups -> specs -> stage -> flat buffers ->
+optimizer -> initial values or checkpoint -> data -> telemetry. Order matters in two places:
+inputs that only need files are opened before the ranks meet, so that their errors come
+early; and the data starts at the cursor, which the checkpoint knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lite.config.plan import Plan, build_plan
+from megatron_lite.config.schema import Config
+from megatron_lite.data.build import Datasets, build_datasets
+from megatron_lite.data.loader import Batch, iterate_microbatches
+from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.mesh.grid import Grids, build_grids
+from megatron_lite.mesh.groups import Groups, build_groups
+from megatron_lite.mesh.launch import (
+    RunStatus,
+    WorldInfo,
+    finish_distributed,
+    init_distributed,
+)
+from megatron_lite.mesh.recorder import Recorder
+from megatron_lite.model.gpt import GPTStage, StageOptions
+from megatron_lite.model.init import initial_value
+from megatron_lite.optim.groups import param_group
+from megatron_lite.optim.optimizer import Optimizer, build_rule
+from megatron_lite.optim.schedule import build_schedule, samples_after
+from megatron_lite.pipeline.runner import Runner
+from megatron_lite.resilience.signals import StopDecision, StopSignals
+from megatron_lite.shard.buckets import MainGradients
+from megatron_lite.shard.buffers import FlatBuffers, trained
+from megatron_lite.shard.flat import build_layout, default_bucket_size
+from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.telemetry.facade import Telemetry
+from megatron_lite.train.dump import DebugDump
+from megatron_lite.train.parts import Core, Parts
+from megatron_lite.train.restore import load_run
+from megatron_lite.train.state import TrainState
+from megatron_lite.train.summary import announce
+
+
+@contextmanager
+def build_run(
+    config: Config, info: WorldInfo, status: RunStatus, recorder: Recorder | None = None
+) -> Iterator[tuple[Parts, TrainState]]:
+    """Build the run of this rank, and take it down at the end of the block.
+
+    Args:
+        config: accepted by the rules.
+        info: this rank's place.
+        status: told where the run is.
+        recorder: collects the collectives, where somebody wants to see them.
+
+    Yields:
+        The parts, and the counters to start from.
+    """
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        device = pick_device(config)
+        tokenizer = build_tokenizer(config)
+        plan = build_plan(config, info.world_size, tokenizer.vocab_size)
+        set_threads(info)
+        init_distributed(
+            info, device, timeout_minutes=config.distributed_timeout_minutes, status=status
+        )
+        datasets = open_data(config, plan, tokenizer, is_builder=info.rank == 0)
+        grids = build_grids(plan.parallel)
+        groups = build_groups(
+            grids,
+            info.rank,
+            plan.model.num_query_groups,
+            recorder=recorder,
+            timeout=timedelta(minutes=config.distributed_timeout_minutes),
+        )
+        core = build_core(config, plan, grids, groups, info, device)
+        core.facts = describe_run(config, plan, datasets, tokenizer)
+        state, notes = start_state(core)
+        parts = build_parts(core, state, datasets, info, signals, stack)
+        announce(parts, tokenizer, notes)
+        yield parts, state
+        status.phase = "shutdown"
+        finish_distributed()
+
+
+def pick_device(config: Config) -> str:
+    """Resolve `--device auto`."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def set_threads(info: WorldInfo) -> None:
+    """Share the cores of this node between its ranks, unless the user has decided."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // info.local_world_size))
+
+
+def open_data(config: Config, plan: Plan, tokenizer: Tokenizer, *, is_builder: bool) -> Datasets:
+    """Open the data parts with as many samples as the whole run takes from each."""
+    batch = plan.batch
+    round_samples = batch.eval_iters * batch.eval_global_batch_size
+    rounds = batch.train_iters // batch.eval_interval + 1 if batch.eval_interval else 1
+    return build_datasets(
+        config,  # type: ignore[arg-type]  # seq_length is set in a checked config
+        train_samples=samples_after(batch, batch.train_iters),
+        valid_samples=rounds * round_samples,
+        test_samples=round_samples,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.find_special("eod"),
+        pad=tokenizer.find_special("pad"),
+        is_builder=is_builder,
+    )
+
+
+def build_core(
+    config: Config, plan: Plan, grids: Grids, groups: Groups, info: WorldInfo, device_name: str
+) -> Core:
+    """Build everything that holds tensors of the model."""
+    device = torch.device(device_name, info.local_rank if device_name == "cuda" else None)
+    coordinates = {
+        "dense": grids.dense.coordinate(info.rank),
+        "expert": grids.expert.coordinate(info.rank),
+    }
+    specs = model_spec(plan.model, plan.parallel)
+    stage = build_stage(config, plan, specs, groups, coordinates["dense"], device)
+    buffers = build_buffers(config, plan, stage, coordinates)
+    # A run of no iterations only evaluates: its schedules are never asked.
+    batch = dataclasses.replace(plan.batch, train_iters=max(plan.batch.train_iters, 1))
+    return Core(
+        config=config,
+        plan=plan,
+        groups=groups,
+        specs=specs,
+        device=device,
+        stage=stage,
+        buffers=buffers,
+        gradients=MainGradients(buffers, groups, overlap=True),
+        optimizer=Optimizer(buffers, build_rule(config), groups),
+        rates=build_schedule(config, batch),
+        facts={},
+    )
+
+
+def build_parts(
+    core: Core,
+    state: TrainState,
+    datasets: Datasets,
+    info: WorldInfo,
+    signals: StopSignals,
+    stack: ExitStack,
+) -> Parts:
+    """Add data from the cursor on, reporting and the ways to stop."""
+    config, plan, groups = core.config, core.plan, core.groups
+    positions = torch.arange(plan.model.seq_length, device=core.device)
+    local = positions
+    if plan.parallel.sequence_parallel:
+        local = positions.chunk(groups.tp.size)[groups.tp.rank]
+    telemetry = Telemetry(
+        config,
+        plan,
+        is_speaker=info.rank == info.world_size - 1,
+        start_iteration=state.iteration,
+    )
+    return Parts(
+        **vars(core),
+        positions=local,
+        full_positions=positions,
+        runner=Runner(info.rank),
+        datasets=datasets,
+        train_loader=read_training_data(core, datasets, state, stack),
+        telemetry=stack.enter_context(telemetry),
+        stop=StopDecision(
+            signals,
+            can_save=config.save is not None,
+            exit_interval=config.exit_interval,
+            exit_duration_in_mins=config.exit_duration_in_mins,
+        ),
+        dump=build_dump(config, plan, groups),
+    )
+
+
+def build_stage(
+    config: Config,
+    plan: Plan,
+    specs: tuple[ParamSpec, ...],
+    groups: Groups,
+    coordinate: Mapping[str, int],
+    device: torch.device,
+) -> GPTStage:
+    """Build the model of this rank, its parameters still zero."""
+    options = StageOptions(
+        recompute_method=config.recompute_method or "uniform",
+        recompute_layers=config.recompute_num_layers or 1,
+        loss_chunks=config.loss_chunks,
+    )
+    return GPTStage(plan, specs, groups, coordinate, device, options)
+
+
+def build_buffers(
+    config: Config, plan: Plan, stage: GPTStage, coordinates: Mapping[str, Mapping[str, int]]
+) -> FlatBuffers:
+    """Move the stage's parameters into flat buffers."""
+    params = {name: stage.param(name) for name in stage.physical}
+    layout = build_layout(
+        trained(list(stage.physical.values()), params),
+        dtype_of=lambda physical: plan.precision.compute,
+        group_of=param_group,
+        bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
+    )
+    return FlatBuffers(layout, params, coordinates, plan.parallel, plan.precision)
+
+
+def build_dump(config: Config, plan: Plan, groups: Groups) -> DebugDump | None:
+    """Prepare `--debug-dump`."""
+    if config.debug_dump is None:
+        return None
+    dtype = "float64" if plan.precision.compute == "float64" else "float32"
+    return DebugDump(
+        Path(config.debug_dump),
+        groups.world,
+        dtype,
+        weights=config.debug_dump_weights,
+        activations=config.debug_dump_activations,
+    )
+
+
+def describe_run(
+    config: Config, plan: Plan, datasets: Datasets, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """What must not change unnoticed between a checkpoint and its continuation."""
+    data = datasets.fingerprint()
+    facts = {
+        "seed": config.seed,
+        "model": dataclasses.asdict(plan.model),
+        "tokenizer": tokenizer.fingerprint(),
+        # Other evaluation data changes no step.
+        "data": {key: data[key] for key in data if key not in ("valid", "test")},
+        "global_batch_size": plan.batch.ramp,
+        "optimizer": config.optimizer,
+        "legacy_loss_normalization": config.legacy_loss_normalization,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain
+
+
+def start_state(core: Core) -> tuple[TrainState, tuple[str, ...]]:
+    """Continue from a checkpoint, or draw initial values; also lines to tell."""
+    if core.config.load is None or core.config.ckpt_allow:
+        draw_initial_values(core)  # with --ckpt-allow what is not loaded keeps them
+    restored = load_run(core)
+    if restored is None:
+        return TrainState(), ()
+    if not restored.loaded:
+        draw_initial_values(core)
+    return restored.state, restored.notes
+
+
+def draw_initial_values(core: Core) -> None:
+    """Fill the weights, in the masters' precision; the same bits in every layout."""
+    with torch.no_grad():
+        for piece in core.optimizer.weight_pieces():
+            dtype = piece.tensor.dtype
+            piece.tensor.copy_(initial_value(piece.spec, piece.box, core.config.seed, dtype))
+    core.optimizer.after_load("master", updates=0)
+
+
+def read_training_data(
+    core: Core, datasets: Datasets, state: TrainState, stack: ExitStack
+) -> Iterator[list[Batch]]:
+    """Start reading training samples at the cursor."""
+    batch, config = core.plan.batch, core.config
+    if datasets.train is None or state.iteration >= batch.train_iters:
+        return iter(())
+    return stack.enter_context(
+        iterate_microbatches(
+            datasets.train,
+            consumed_samples=state.consumed_samples,
+            global_batch_size=batch.global_batch_size_at,
+            micro_batch_size=batch.micro_batch_size,
+            dp_rank=core.groups.dp.rank,
+            dp_size=core.groups.dp.size,
+            num_workers=config.num_workers,
+            pin=core.device.type == "cuda",
+        )
+    )

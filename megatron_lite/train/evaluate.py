@@ -1,0 +1,87 @@
+"""Evaluation: the token-weighted loss of a part of the data, without gradients.
+
+The validation cursor counts samples like the training cursor and is part of the state, so
+a resumed run evaluates the samples that the uninterrupted one does. Sums and counts are
+reduced once per evaluation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lite.data.build import TrainableDataset
+from megatron_lite.data.loader import iterate_microbatches
+from megatron_lite.mesh.collectives import all_reduce
+from megatron_lite.microbatch import MicrobatchContext
+from megatron_lite.train.microbatches import Microbatch, to_device
+from megatron_lite.train.parts import Parts
+
+LM = "lm"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Token mean of the loss, and over how many tokens; equal on all ranks."""
+
+    lm_loss: float
+    valid_tokens: int
+
+
+def evaluate(
+    parts: Parts, dataset: TrainableDataset, consumed_samples: int, iteration: int
+) -> Evaluation:
+    """Evaluate `eval_iters` global batches.
+
+    Args:
+        dataset: the part of the data.
+        consumed_samples: where to start; from 0 again where the data would not last.
+        iteration: for the contexts.
+
+    Comm: those of the forward passes, then one all-reduce of 2 elements over dp x cp.
+    """
+    batch = parts.plan.batch
+    needed = batch.eval_iters * batch.eval_global_batch_size
+    start = consumed_samples if consumed_samples + needed <= len(dataset) else 0
+    totals = torch.zeros(2, dtype=torch.float64, device=parts.device)
+    with (
+        torch.no_grad(),
+        iterate_microbatches(
+            dataset,
+            consumed_samples=start,
+            global_batch_size=batch.eval_global_batch_size,
+            micro_batch_size=batch.micro_batch_size,
+            dp_rank=parts.groups.dp.rank,
+            dp_size=parts.groups.dp.size,
+            num_workers=parts.config.num_workers,
+            end_samples=start + needed,
+        ) as steps,
+    ):
+        for batches in steps:
+            for number, microbatch in enumerate(to_device(batches, parts)):
+                context = _context(parts, microbatch, number, iteration)
+                parts.stage(microbatch.tokens, microbatch.labels, context)
+                totals[0] += context.losses.sums[LM]
+                totals[1] += microbatch.valid
+    all_reduce(totals, parts.groups.dp_cp)
+    loss_sum, tokens = totals.tolist()
+    return Evaluation(loss_sum / max(tokens, 1.0), round(tokens))
+
+
+def _context(
+    parts: Parts, microbatch: Microbatch, number: int, iteration: int
+) -> MicrobatchContext:
+    return MicrobatchContext(
+        step=iteration,
+        microbatch=number,
+        stage=0,
+        training=False,
+        seed=parts.config.seed,
+        sample_ids=microbatch.sample_ids,
+        positions=parts.positions,
+        full_positions=parts.full_positions,
+        loss_weights=microbatch.weights,
+        denominators={LM: torch.ones((), dtype=torch.float64, device=parts.device)},
+        wgrads=None,
+    )

@@ -1,0 +1,92 @@
+"""Everything that a run is made of, built once and handed around together.
+
+`Core` computes, `Parts` adds data and reporting. Both are records, not services: `build.py`
+fills them, the step, evaluation, saving and the loop read them. What changes during a run is in `TrainState`, in the tensors of
+`optimizer` and in the position of `rates`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.config.schema import Config
+from megatron_lite.data.build import Datasets
+from megatron_lite.data.loader import Batch
+from megatron_lite.mesh.groups import Groups
+from megatron_lite.model.gpt import GPTStage
+from megatron_lite.ops.norm import accumulation_dtype
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.optim.schedule import RateSchedule
+from megatron_lite.pipeline.actions import Action
+from megatron_lite.pipeline.runner import Runner
+from megatron_lite.pipeline.schedules import SCHEDULES
+from megatron_lite.pipeline.verify import check_schedule
+from megatron_lite.resilience.signals import StopDecision
+from megatron_lite.shard.buckets import MainGradients
+from megatron_lite.shard.buffers import FlatBuffers
+from megatron_lite.spec.params import ParamSpec
+from megatron_lite.telemetry.facade import Telemetry
+from megatron_lite.train.dump import DebugDump
+
+
+@dataclass(eq=False)
+class Core:
+    """What computes: the model, its gradients, its optimizer, on this rank.
+
+    Attributes:
+        facts: what a checkpoint must agree with on resume, JSON-able, by field name.
+    """
+
+    config: Config
+    plan: Plan
+    groups: Groups
+    specs: Sequence[ParamSpec]
+    device: torch.device
+    stage: GPTStage
+    buffers: FlatBuffers
+    gradients: MainGradients
+    optimizer: Optimizer
+    rates: RateSchedule
+    facts: Mapping[str, Any]
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """Of loss weights and statistics: fp64 under --fp64, else fp32."""
+        return accumulation_dtype(self.stage.dtype)
+
+
+@dataclass(eq=False)
+class Parts(Core):
+    """A whole run on this rank.
+
+    Attributes:
+        positions: [s_local] logical positions of this rank's slice outside tensor regions.
+        full_positions: [s] logical positions inside tensor regions.
+        train_loader: one list of microbatches per step, from the cursor on.
+    """
+
+    positions: Tensor
+    full_positions: Tensor
+    runner: Runner
+    datasets: Datasets
+    train_loader: Iterator[list[Batch]]
+    telemetry: Telemetry
+    stop: StopDecision
+    dump: DebugDump | None
+
+    def __post_init__(self) -> None:
+        self._tables: dict[int, tuple[Action, ...]] = {}
+
+    def actions(self, num_microbatches: int) -> tuple[Action, ...]:
+        """This rank's verified action list for a step of so many microbatches."""
+        if num_microbatches not in self._tables:
+            schedule = SCHEDULES["single"](1, 1, num_microbatches)
+            check_schedule(schedule)
+            self._tables[num_microbatches] = schedule.ranks[self.groups.pp.rank]
+        return self._tables[num_microbatches]

@@ -1,0 +1,224 @@
+"""What goes into a checkpoint, and how a run continues from one.
+
+Tensors are logical pieces: NAME for a weight in the compute dtype, optim/{kind}/NAME for
+masters and optimizer state. Beside them lies a closed JSON object: counters, schedules and
+the facts that must not change unnoticed. Loading is all or nothing: everything is read and
+compared before anything of the run is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint.catalog import NoCheckpoint
+from megatron_lite.checkpoint.commit import TRACKER_FILE
+from megatron_lite.checkpoint.load import load_newest
+from megatron_lite.checkpoint.reader import Checkpoint
+from megatron_lite.checkpoint.save import save_checkpoint
+from megatron_lite.checkpoint.tensors import StateEntry
+from megatron_lite.errors import DamagedError, UserError
+from megatron_lite.shard.pieces import StatePiece
+from megatron_lite.telemetry.lines import format_saved, format_saving
+from megatron_lite.train.parts import Core, Parts
+from megatron_lite.train.state import TrainState
+
+STATE_KEYS = ("counters", "schedule", "facts")
+
+
+def entry_name(piece: StatePiece) -> str:
+    """Checkpoint name of a piece of state."""
+    name = piece.spec.name
+    return name if piece.kind == "param" else f"optim/{piece.kind}/{name}"
+
+
+def save_run(parts: Parts, state: TrainState) -> None:
+    """Write and publish a checkpoint of this moment; every rank calls it."""
+    config, plan = parts.config, parts.plan
+    assert config.save is not None
+    say, iteration = parts.telemetry.say, state.iteration
+    say(format_saving(iteration, config.save, "megatron_lite"))
+    entries = [
+        StateEntry(entry_name(p), p.tensor, p.spec.shape, p.box.offset, p.owned)
+        for p in parts.optimizer.state_pieces()
+        if p.kind == "param" or not config.no_save_optim
+    ]
+    result = save_checkpoint(
+        config.save,
+        iteration,
+        entries,
+        {
+            "counters": state.to_dict(),
+            "schedule": parts.rates.state_dict(),
+            "facts": dict(parts.facts),
+        },
+        parts.groups.world,
+        overwrite=config.overwrite_save,
+        keep_last=config.keep_last,
+        retain_interval=config.save_retain_interval,
+    )
+    for note in result.notes:
+        say(f"  {note}")
+    say(format_saved(iteration, config.save, plan.parallel.tp, plan.parallel.pp))
+    parts.telemetry.event(
+        "save",
+        iteration,
+        directory=str(result.directory),
+        bytes=result.bytes,
+        elapsed_ms=result.seconds * 1e3,
+    )
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where a run continues, lines to tell about it, and whether weights were loaded."""
+
+    state: TrainState
+    notes: tuple[str, ...]
+    loaded: bool
+
+
+def load_run(core: Core) -> Restored | None:
+    """Continue from `--load`; None with nothing to load means initial values.
+
+    Raises:
+        UserError: no checkpoint (and none is no option), or it does not fit this run.
+        DamagedError: there are checkpoints, but none verifies.
+
+    Comm: two exchanges of a few hundred bytes per rank for each checkpoint tried.
+    """
+    config = core.config
+    if config.load is None:
+        return None
+    wanted = {entry_name(piece): piece for piece in _wanted_pieces(core)}
+    try:
+        loaded = load_newest(
+            config.load,
+            core.groups.world,
+            lambda checkpoint: _read(core, checkpoint, wanted),
+            step=config.ckpt_step,
+        )
+    except NoCheckpoint as error:
+        return Restored(TrainState(), (_accept_nothing(core, error),), loaded=False)
+    notes = [f"warning: step {item.step} passed over: {item.reason}" for item in loaded.passed_over]
+    state = _apply(core, loaded.checkpoint, loaded.value, wanted)
+    step = loaded.checkpoint.step
+    notes.append(f"  successfully loaded checkpoint from {config.load} at iteration {step}")
+    return Restored(state, tuple(notes), loaded=True)
+
+
+def _wanted_pieces(core: Core) -> list[StatePiece]:
+    weights_only = core.config.finetune or core.config.no_load_optim
+    return [
+        piece
+        for piece in core.optimizer.state_pieces()
+        if piece.kind == "param" or not weights_only
+    ]
+
+
+def _accept_nothing(core: Core, error: NoCheckpoint) -> str:
+    """Say in one line that there is nothing to load, or refuse."""
+    config = core.config
+    assert config.load is not None
+    foreign = (Path(config.load) / TRACKER_FILE).exists()
+    is_first = config.load == config.save and config.ckpt_step is None and not foreign
+    if is_first and not config.exit_on_missing_checkpoint:
+        return f"--load {config.load} is empty: this is a fresh start"
+    if config.allow_missing_checkpoint:
+        return f"warning: {error}; starting from initial weights"
+    raise UserError(
+        f"--load: {error} (--allow-missing-checkpoint starts from initial weights instead)"
+    ) from error
+
+
+def _read(
+    core: Core, checkpoint: Checkpoint, wanted: Mapping[str, StatePiece]
+) -> dict[str, Tensor]:
+    """Compare names and facts, then read this rank's boxes into new tensors."""
+    config = core.config
+    if set(checkpoint.state) != set(STATE_KEYS):
+        raise DamagedError(f"{checkpoint.directory}: state has {sorted(checkpoint.state)}")
+    expected = _expected(core)
+    allow = set(config.ckpt_allow)
+    if config.finetune or config.no_load_optim:
+        # The optimizer state of the checkpoint stays where it is.
+        extra = [n for n in checkpoint.names if n.startswith("optim/") and n not in expected]
+        expected |= {name: (checkpoint.dtype(name), checkpoint.shape(name)) for name in extra}
+        allow |= {"dtype"}
+    difference = checkpoint.check_names(expected, allow)
+    if not config.finetune:
+        _check_facts(core, checkpoint)
+    left = {*difference.missing, *difference.shape}
+    return {
+        name: checkpoint.read(name, piece.box.offset, piece.box.shape)
+        for name, piece in wanted.items()
+        if name not in left
+    }
+
+
+def _expected(core: Core) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
+    """Every tensor that the run wants to load, over all ranks: from the specs alone."""
+    precision, optimizer = core.plan.precision, core.optimizer
+    kinds = {"": precision.compute}
+    if not (core.config.finetune or core.config.no_load_optim):
+        if optimizer.masters:
+            kinds["optim/master/"] = precision.master
+        kinds |= {f"optim/{kind}/": precision.master for kind in optimizer.state}
+    return {
+        f"{prefix}{spec.name}": (dtype, spec.shape)
+        for prefix, dtype in kinds.items()
+        for spec in core.specs
+    }
+
+
+def _check_facts(core: Core, checkpoint: Checkpoint) -> None:
+    """Refuse a resume that would silently be another run."""
+    saved: Mapping[str, Any] = checkpoint.state["facts"]
+    allowed = set(core.config.allow_resume_change)
+    unknown = sorted(allowed - set(core.facts))
+    if unknown:
+        raise UserError(
+            f"--allow-resume-change {' '.join(unknown)}: legal fields are "
+            f"{' '.join(sorted(core.facts))}"
+        )
+    lines = [
+        f"\n  {name}: {saved.get(name)!r} in the checkpoint, {value!r} now"
+        for name, value in core.facts.items()
+        if name not in allowed and saved.get(name) != value
+    ]
+    if lines:
+        raise UserError(
+            f"{checkpoint.directory}: this run is not the one that was saved; "
+            f"--allow-resume-change FIELD accepts a difference:{''.join(lines)}"
+        )
+
+
+def _apply(
+    core: Core,
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    wanted: Mapping[str, StatePiece],
+) -> TrainState:
+    """Put what was read into the run."""
+    config = core.config
+    state = TrainState()
+    if not config.finetune:
+        state = TrainState.from_dict(checkpoint.state["counters"])
+        core.rates.load_state_dict(
+            checkpoint.state["schedule"],
+            override=config.override_opt_param_scheduler,
+            use_checkpoint=config.use_checkpoint_opt_param_scheduler,
+        )
+    if config.no_load_optim:
+        state.updates = 0
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            wanted[name].tensor.copy_(tensor)
+    masters = any(name.startswith("optim/master/") for name in tensors)
+    core.optimizer.after_load("master" if masters else "param", updates=state.updates)
+    return state

@@ -1,0 +1,253 @@
+"""One optimizer step as named calls, in the order of the schedule's table.
+
+take batch -> denominators -> run the schedule (forward, backward, finish reductions,
+closing reduction and verdict, update or skip everywhere) -> commit -> report. The data
+cursor advances with every attempted step, the schedules only with an update. Two
+collectives per step are this file's: the opening and the closing reduction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_lite.errors import UserError
+from megatron_lite.mesh.collectives import all_gather_json
+from megatron_lite.microbatch import LossSink, MicrobatchContext, WeightGradientStore
+from megatron_lite.optim.norm import clip_coefficient
+from megatron_lite.pipeline.actions import Action, Kind
+from megatron_lite.resilience.nonfinite import SKIP, UPDATE, StepVerdict, judge_step
+from megatron_lite.train.closing import Closing, reduce_closing
+from megatron_lite.train.denominators import Denominators, start_denominators
+from megatron_lite.train.dump import dump_gradients, write_dump
+from megatron_lite.train.microbatches import Microbatch, to_device
+from megatron_lite.train.parts import Parts
+from megatron_lite.train.state import TrainState
+
+LM = "lm"
+ZEROS = "zeros"
+
+
+class NonFiniteError(UserError):
+    """The run stops at non-finite numbers; a failure, which a restart would meet again."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one attempted step tells the log, equal on all ranks.
+
+    `learning_rate` and `weight_decay` are those this step used; `lm_loss` is the token mean
+    of its global batch; `note` says why the update was left out; `vote` is the reduced one.
+    """
+
+    iteration: int
+    consumed_samples: int
+    global_batch_size: int
+    lm_loss: float
+    valid_tokens: int
+    grad_norm: float
+    learning_rate: float
+    weight_decay: float
+    skipped: bool
+    nan: bool
+    note: str
+    vote: float
+    num_zeros: int | None
+
+
+@dataclass(eq=False)
+class TrainStep:
+    """One attempted step; an object because its calls share the step's tensors.
+
+    Attributes:
+        vote: this rank's wish to stop, carried by the closing reduction.
+    """
+
+    parts: Parts
+    state: TrainState
+    vote: float = 0.0
+    microbatches: list[Microbatch] = field(default_factory=list)
+    sinks: list[LossSink] = field(default_factory=list)
+    pending: dict[int, Tensor] = field(default_factory=dict)
+
+    def run(self) -> StepReport:
+        """Execute the step."""
+        self.take_batch()
+        self.share_denominators()
+        self.parts.runner.run(
+            self.parts.actions(len(self.microbatches)),
+            {
+                Kind.F: self.forward,
+                Kind.B: self.backward,
+                Kind.REDUCE: self.finish_reductions,
+                Kind.NORM: self.close,
+                Kind.STEP: self.update_or_skip,
+            },
+            self.state.iteration,
+        )
+        self.commit()
+        return self.report()
+
+    def take_batch(self) -> None:
+        """Take this rank's microbatches of the global batch and clear the gradients."""
+        consumed = self.state.consumed_samples
+        self.global_batch_size = self.parts.plan.batch.global_batch_size_at(consumed)
+        self.microbatches = to_device(next(self.parts.train_loader), self.parts)
+        self.parts.gradients.start_step(len(self.microbatches))
+
+    def share_denominators(self) -> None:
+        """Start the opening reduction: valid tokens of the global batch.
+
+        Comm: one asynchronous all-reduce of one element per loss term over dp x cp.
+        """
+        valid = torch.stack([microbatch.valid for microbatch in self.microbatches]).sum()
+        self.counts = start_denominators({LM: valid}, self.parts.groups.dp_cp)
+        self.denominators = self.counts
+        if self.parts.config.legacy_loss_normalization:
+            # Megatron's mean of microbatch means: every microbatch of every data-parallel
+            # rank weighs the same, however many valid tokens it has.
+            for microbatch in self.microbatches:
+                microbatch.average()
+            means = len(self.microbatches) * self.parts.groups.dp_cp.size
+            self.denominators = Denominators((LM,), torch.full_like(self.counts.sums, means), None)
+
+    def forward(self, action: Action) -> None:
+        """Run the stage on one microbatch and keep its loss for the backward pass."""
+        assert action.microbatch is not None and action.stage is not None
+        microbatch = self.microbatches[action.microbatch]
+        context = MicrobatchContext(
+            step=self.state.iteration,
+            microbatch=action.microbatch,
+            stage=action.stage,
+            training=True,
+            seed=self.parts.config.seed,
+            sample_ids=microbatch.sample_ids,
+            positions=self.parts.positions,
+            full_positions=self.parts.full_positions,
+            loss_weights=microbatch.weights,
+            denominators=self.denominators,
+            wgrads=WeightGradientStore(self.parts.gradients),
+            keep_activations=self.parts.dump is not None and self.parts.dump.activations,
+        )
+        loss = self.parts.stage(microbatch.tokens, microbatch.labels, context)
+        self.pending[action.microbatch] = loss
+        self.sinks.append(context.losses)
+
+    def backward(self, action: Action) -> None:
+        """Run a microbatch's backward pass; its gradient must start with exactly 1."""
+        assert action.microbatch is not None
+        self.pending.pop(action.microbatch).backward()
+
+    def finish_reductions(self, action: Action) -> None:
+        """Wait for the gradient buckets and reduce what is partial over other axes."""
+        self.parts.gradients.finish()
+
+    def close(self, action: Action) -> None:
+        """Run the closing reduction and judge; every rank comes to the same verdict."""
+        self.closing: Closing = reduce_closing(
+            squares=self.parts.optimizer.squared_norm(),
+            sums=self._sums(),
+            step=self.state.iteration,
+            vote=self.vote,
+            world_group=self.parts.groups.world,
+        )
+        if not self.closing.step_agrees:
+            raise RuntimeError(f"ranks disagree on the step; here it is {self.state.iteration + 1}")
+        config = self.parts.config
+        self.verdict: StepVerdict = judge_step(
+            step=self.state.iteration + 1,
+            nonfinite_gradients=self.closing.non_finite,
+            loss_is_finite=math.isfinite(self.closing.sums[LM]),
+            compute=self.parts.plan.precision.compute,
+            policy=config.nan_policy,
+            check=config.check_for_nan_in_loss_and_grad,
+        )
+        self.coefficient = clip_coefficient(self.closing.grad_norm, config.clip_grad)
+        if self.parts.dump is not None:
+            dump_gradients(self.parts.dump, self)
+        if self.verdict.action not in (UPDATE, SKIP):
+            raise NonFiniteError(f"{self.verdict.message}{self._where_non_finite()}")
+
+    def update_or_skip(self, action: Action) -> None:
+        """Update the weights, or leave everything alone, on all ranks alike."""
+        self.learning_rate = self.parts.rates.learning_rate
+        self.weight_decay = self.parts.rates.weight_decay
+        if self.verdict.action == UPDATE:
+            self.parts.optimizer.step(self.learning_rate, self.weight_decay, self.coefficient)
+        if self.parts.dump is not None:
+            write_dump(self.parts.dump, self)
+
+    def commit(self) -> None:
+        """Advance the counters: the cursor always, the schedules with an update."""
+        self.state.iteration += 1
+        self.state.consumed_samples += self.global_batch_size
+        if self.verdict.action == UPDATE:
+            self.parts.rates.advance(self.global_batch_size)
+            self.state.updates += 1
+        else:
+            self.state.skipped_iterations += 1
+        self.state.nan_iterations += self.verdict.nan
+
+    def report(self) -> StepReport:
+        """Return the figures of this step."""
+        valid_tokens = round(self.closing.sums["valid"])
+        return StepReport(
+            iteration=self.state.iteration,
+            consumed_samples=self.state.consumed_samples,
+            global_batch_size=self.global_batch_size,
+            lm_loss=self.closing.sums[LM] / max(valid_tokens, 1),
+            valid_tokens=valid_tokens,
+            grad_norm=self.closing.grad_norm,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            skipped=self.verdict.action == SKIP,
+            nan=self.verdict.nan,
+            note=self.verdict.message,
+            vote=self.closing.vote,
+            num_zeros=round(self.closing.sums[ZEROS]) if ZEROS in self.closing.sums else None,
+        )
+
+    def _sums(self) -> dict[str, Tensor]:
+        """What the closing reduction sums for the log: each sample and element once."""
+        losses = [
+            sink.sums[LM].detach().to(torch.float64) * microbatch.scale
+            for sink, microbatch in zip(self.sinks, self.microbatches, strict=True)
+        ]
+        valid = [microbatch.valid for microbatch in self.microbatches]
+        sums = {LM: torch.stack(losses).sum(), "valid": torch.stack(valid).sum()}
+        if self.parts.groups.tp.rank > 0:  # tp ranks see the same samples
+            sums = {name: torch.zeros_like(value) for name, value in sums.items()}
+        if self.parts.config.log_num_zeros_in_grad:
+            zeros = [
+                (piece.tensor == 0).sum(dtype=torch.float64)
+                for piece in self.parts.buffers.gradient_pieces()
+                if piece.owned
+            ]
+            sums[ZEROS] = torch.stack([torch.zeros_like(sums[LM]), *zeros]).sum()
+        return sums
+
+    def _where_non_finite(self) -> str:
+        """Name the ranks, samples and parameters; only called when there are some.
+
+        Comm: one gather of a few bytes per rank over the world, on a path that ends the run.
+        """
+        samples = [
+            sample
+            for microbatch, sink in zip(self.microbatches, self.sinks, strict=True)
+            if not bool(sink.sums[LM].isfinite())
+            for sample in microbatch.sample_ids.tolist()
+        ]
+        names = list(self.parts.optimizer.nonfinite_gradients())
+        mine = {"samples": samples[:8], "names": names[:3]}
+        found = ""
+        for rank, theirs in enumerate(all_gather_json(mine, self.parts.groups.world)[:64]):
+            if theirs["samples"]:
+                found += f"\n  rank {rank}: loss of the samples {theirs['samples']}"
+            elif theirs["names"]:
+                found += f"\n  rank {rank}: gradient of {', '.join(theirs['names'])}"
+        return found

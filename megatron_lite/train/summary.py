@@ -1,0 +1,113 @@
+"""What a run says before its first step: the start-up summary and the metrics header.
+
+Printed once, by the rank that prints the log. Every default that surprises is in it, and
+the layers are counted over ranks: a cut that lost one would show here and is refused.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_lite.config.notices import notices
+from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.mesh.collectives import all_gather_json
+from megatron_lite.spec.shards import local_shape
+from megatron_lite.telemetry.memory import MemoryLedger, estimate_memory
+from megatron_lite.telemetry.summary import SummaryFacts, build_summary
+from megatron_lite.train.parts import Parts
+
+LEGACY = "mean of micro-batch means (--legacy-loss-normalization)"
+
+
+def announce(parts: Parts, tokenizer: Tokenizer, notes: tuple[str, ...]) -> None:
+    """Print the summary and what loading had to tell, and write the metrics header.
+
+    Comm: one gather of a few bytes per rank over the world.
+    """
+    groups, telemetry = parts.groups, parts.telemetry
+    elements = sum(param.numel() for param in parts.stage.parameters())
+    mine = [groups.tp.rank, groups.pp.rank, elements, groups.dp_cp.rank, count_layers(parts)]
+    ranks = all_gather_json(mine, groups.world)
+    check_layers(parts, sum(row[4] for row in ranks if row[3] == 0 and row[0] == 0))
+    total = sum(spec.elements for spec in parts.specs)
+    facts = SummaryFacts(
+        parameters=total,
+        rank_parameters=sorted({(row[0], row[1], row[2]) for row in ranks}),
+        ledger=estimate_ledger(parts),
+        data=describe_data(parts, tokenizer),
+        warnings=[*notices(parts.config, groups.world.size), *telemetry.warnings],
+        device=describe_device(parts),
+        flops_convention=telemetry.options.flops_convention,
+    )
+    if parts.config.legacy_loss_normalization:
+        facts = SummaryFacts(**{**vars(facts), "loss_normalization": LEGACY})
+    telemetry.say(build_summary(parts.plan, facts))
+    for note in notes:
+        telemetry.say(note)
+    telemetry.header(total, elements, seed=parts.config.seed, facts=dict(parts.facts))
+
+
+def count_layers(parts: Parts) -> int:
+    """Transformer layers whose parameters this rank's stage holds."""
+    uses = {use for physical in parts.stage.physical.values() for use in physical.uses}
+    return sum(use.startswith("layer.") for use in uses)
+
+
+def check_layers(parts: Parts, found: int) -> None:
+    """Refuse to train a model that lost layers in being cut."""
+    if found != parts.plan.model.num_layers:
+        raise RuntimeError(
+            f"the stages hold {found} layers, --num-layers is {parts.plan.model.num_layers}"
+        )
+
+
+def estimate_ledger(parts: Parts) -> MemoryLedger:
+    """Memory of this rank by the closed formula."""
+    plan, config = parts.plan, parts.config
+    elements = sum(math.prod(local_shape(spec)) for spec in parts.specs)
+    optimizer = config.optimizer
+    if optimizer == "sgd" and config.sgd_momentum == 0.0:
+        optimizer = "sgd_plain"
+    return estimate_memory(
+        plan.model,
+        plan.parallel,
+        plan.precision,
+        {plan.precision.compute: elements},
+        micro_batch_size=plan.batch.micro_batch_size,
+        layers=plan.model.num_layers,
+        optimizer=optimizer,
+        recompute=plan.recompute,
+        recomputed_layers=config.recompute_num_layers
+        if config.recompute_method == "block"
+        else None,
+    )
+
+
+def describe_data(parts: Parts, tokenizer: Tokenizer) -> dict[str, str]:
+    """Lines about data and tokenizer."""
+    sizes = {
+        name: len(dataset)
+        for name, dataset in (
+            ("train", parts.datasets.train),
+            ("valid", parts.datasets.valid),
+            ("test", parts.datasets.test),
+        )
+        if dataset is not None
+    }
+    shown = ", ".join(f"{name} {size:,}" for name, size in sizes.items()) or "none"
+    source = "mock data" if parts.config.mock_data else "indexed datasets"
+    return {
+        "data": f"{source}; samples: {shown}",
+        "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} ids",
+    }
+
+
+def describe_device(parts: Parts) -> str:
+    """Where the run computes and how its ranks talk."""
+    if parts.device.type == "cuda":
+        return f"{torch.cuda.get_device_name(parts.device)}, NCCL"
+    threads = torch.get_num_threads()
+    transport = "gloo" if parts.groups.world.size > 1 else "one process"
+    return f"cpu, {transport}, {threads} thread{'s' if threads > 1 else ''} per rank"

@@ -1,0 +1,36 @@
+"""Pretrain a language model: parse -> check -> build -> train."""
+
+import os
+import sys
+from pathlib import Path
+
+from megatron_lite.config.flags import parse_config
+from megatron_lite.config.resolve import resolved_yaml
+from megatron_lite.config.rules import check_config
+from megatron_lite.mesh.launch import RunStatus, WorldInfo, detect_world, run_guarded
+
+
+def run(info: WorldInfo, status: RunStatus) -> int:
+    """Run this rank; refusals come before torch is imported."""
+    config = parse_config(sys.argv[1:], os.environ)
+    check_config(config, info.world_size)
+    if config.print_config:
+        sys.stdout.write(resolved_yaml(config, info.world_size) if info.rank == 0 else "")
+        return 0
+    status.save_dir = Path(config.save) if config.save else None
+
+    from megatron_lite.train.build import build_run
+    from megatron_lite.train.loop import train
+
+    with build_run(config, info, status) as (parts, state):
+        return train(parts, state, status)
+
+
+def main() -> int:
+    """Find this process's place among the ranks and run it guarded."""
+    info, status = detect_world(os.environ), RunStatus()
+    return run_guarded(lambda: run(info, status), info, status=status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
