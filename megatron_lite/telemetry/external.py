@@ -45,6 +45,14 @@ def check_packages(options: TelemetryOptions) -> tuple[str, ...]:
     return ()
 
 
+def import_package(name: str, flag: str) -> Any:
+    """Import an installed package; one that does not load is the user's to repair."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{flag}: {name} is installed but does not import: {error}") from error
+
+
 def wants_wandb(options: TelemetryOptions) -> bool:
     """Whether a wandb run is asked for."""
     return bool(options.wandb_project)
@@ -92,7 +100,7 @@ class TensorboardSink:
 
     def __init__(self, options: TelemetryOptions) -> None:
         self._options = options
-        module: Any = importlib.import_module("torch.utils.tensorboard")
+        module = import_package("torch.utils.tensorboard", "--tensorboard-dir")
         self._writer = module.SummaryWriter(
             log_dir=options.tensorboard_dir, max_queue=options.tensorboard_queue_size
         )
@@ -132,7 +140,7 @@ class WandbSink:
 
     def __init__(self, options: TelemetryOptions) -> None:
         self._options = options
-        self._wandb: Any = importlib.import_module("wandb")
+        self._wandb = import_package("wandb", "--wandb-project")
         self._run: Any = None
 
     def header(self, record: Mapping[str, object]) -> None:

@@ -274,6 +274,16 @@ def test_a_failing_wandb_start_is_refused_in_one_message(monkeypatch: pytest.Mon
         telemetry.header(1, 1)
 
 
+def test_a_broken_package_is_refused_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("No module named 'protobuf'")
+
+    monkeypatch.setattr(external.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(external.importlib, "import_module", broken)
+    with pytest.raises(UserError, match=r"--wandb-project: wandb .*'protobuf'"):
+        Telemetry(TelemetryOptions(wandb_project="p"), tiny_plan(), True)
+
+
 class FakeWriter:
     """Records what TensorBoard's writer is given."""
 
