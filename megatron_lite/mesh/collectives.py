@@ -35,10 +35,6 @@ class Work(Protocol):
         """Return when the result may be used (on CUDA: by the current stream)."""
         ...
 
-    def is_completed(self) -> bool:
-        """Whether the result is there already."""
-        ...
-
 
 class CompletedWork:
     """The handle of an asynchronous collective over a group of one."""
@@ -46,10 +42,6 @@ class CompletedWork:
     def wait(self) -> object:
         """Return at once."""
         return None
-
-    def is_completed(self) -> bool:
-        """Always."""
-        return True
 
 
 def all_reduce(t: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work | None:

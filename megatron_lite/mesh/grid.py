@@ -67,9 +67,10 @@ class Grid:
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Ranks that share with `rank` all coordinates except those of `axes`, ascending."""
+        offsets = self._offsets(axes)
         coordinate = self.coordinate(rank)
         base = rank - sum(coordinate[axis] * self.stride(axis) for axis in axes)
-        return tuple(base + offset for offset in self._offsets(axes))
+        return tuple(base + offset for offset in offsets)
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups over `axes`, by their first rank; together they are every rank once."""

@@ -1,0 +1,156 @@
+"""However ranks fail, one message, the same code on all of them, and no hang.
+
+The ranks are real processes without a launcher: nobody kills the ones that would hang.
+"""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.errors import UserError
+from megatron_lite.mesh.guard import RunStatus, describe, run_guarded
+from megatron_lite.mesh.world import WorldInfo
+from tests.pool import REPOSITORY, RankExit, run_ranks
+
+PROGRAM = "tests/mesh/rank_program.py"
+
+
+def fail(case: str, n: int = 2, save_dir: Path | None = None) -> list[RankExit]:
+    argv = [case] if save_dir is None else [case, str(save_dir)]
+    return run_ranks(n, argv, timeout=60, program=PROGRAM)
+
+
+def codes(exits: list[RankExit]) -> list[int]:
+    return [exit.code for exit in exits]
+
+
+def spoken(exits: list[RankExit]) -> list[int]:
+    return [rank for rank, exit in enumerate(exits) if exit.stdout + exit.stderr]
+
+
+def test_a_good_run_ends_with_0_and_without_a_word(tmp_path: Path) -> None:
+    exits = fail("none", save_dir=tmp_path)
+    assert codes(exits) == [0, 0], exits
+    assert spoken(exits) == []
+    assert json.loads((tmp_path / "exit_status.json").read_text()) == {
+        "code": 0,
+        "reason": "done",
+        "rank": 0,
+        "step": 3,
+    }
+
+
+def test_a_refused_command_line_is_told_once_by_rank_0_within_seconds(tmp_path: Path) -> None:
+    start = time.monotonic()
+    exits = fail("refused", n=4, save_dir=tmp_path / "save")
+    assert time.monotonic() - start < 5
+    assert codes(exits) == [2, 2, 2, 2]
+    assert spoken(exits) == [0]
+    assert exits[0].stderr == "the flags do not fit\n"
+    status = json.loads((tmp_path / "save" / "exit_status.json").read_text())
+    assert status == {"code": 2, "reason": "the flags do not fit", "rank": 0, "step": None}
+
+
+def test_silent_ranks_wait_for_a_slow_speaker() -> None:
+    exits = fail("refused-slowly-on-0")
+    assert codes(exits) == [2, 2]
+    assert spoken(exits) == [0]
+
+
+def test_a_rank_that_fails_alone_before_the_ranks_meet_is_heard() -> None:
+    exits = fail("alone-before-meeting")
+    assert codes(exits) == [2, 2], exits
+    assert spoken(exits) == [1]
+    assert exits[1].stderr == "only this rank lacks its file\n"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_with_a_bad_token_stops_all_with_its_message_alone(
+    rank: int, tmp_path: Path
+) -> None:
+    exits = fail(f"token-{rank}", n=3, save_dir=tmp_path)
+    assert codes(exits) == [3, 3, 3], exits
+    assert spoken(exits) == [rank], exits
+    message = f"rank {rank}, step 2, forward: token 99 is out of range"
+    assert exits[rank].stderr == message + "\n"
+    status = json.loads((tmp_path / "exit_status.json").read_text())
+    assert status == {"code": 3, "reason": message, "rank": rank, "step": 2}
+
+
+def test_an_error_of_every_rank_is_told_once() -> None:
+    exits = fail("token", n=2)
+    assert codes(exits) == [3, 3]
+    assert len(spoken(exits)) == 1
+
+
+def test_a_defect_keeps_its_traceback_marked_with_the_rank() -> None:
+    exits = fail("bug-1", n=3)
+    assert codes(exits) == [1, 1, 1], exits
+    assert spoken(exits) == [1]
+    lines = exits[1].stderr.splitlines()
+    assert all(line.startswith("[rank 1] ") for line in lines)
+    assert any("ZeroDivisionError: a planted defect" in line for line in lines)
+    assert any("rank_program.py" in line for line in lines)
+    assert lines[-1] == "[rank 1] rank 1, step 2, forward: failed with ZeroDivisionError"
+
+
+def test_peers_of_a_killed_rank_end_with_one_traceback() -> None:
+    exits = fail("killed-1", n=3)
+    assert codes(exits) == [1, -9, 1]
+    assert len(spoken(exits)) == 1
+
+
+def test_a_stop_after_saving_ends_with_75_and_one_line() -> None:
+    exits = fail("stopped")
+    assert codes(exits) == [75, 75]
+    assert [exits[rank].stderr for rank in spoken(exits)] == [
+        "stopped on SIGTERM after saving step 2\n"
+    ]
+
+
+def test_a_full_disk_is_told_with_code_3_and_the_file() -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "iter_0000002/shard")
+    failure = describe(error, WorldInfo(rank=1, world_size=2), RunStatus(step=2, phase="save"))
+    assert failure.code == 3
+    assert failure.reason.startswith("rank 1, step 2, save: no space left for iter_0000002/shard")
+
+
+def test_one_process_tells_its_error_and_writes_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> int:
+        raise UserError("no such file")
+
+    assert run_guarded(main, WorldInfo(), tmp_path) == 2
+    assert capsys.readouterr().err == "no such file\n"
+    assert json.loads((tmp_path / "exit_status.json").read_text())["code"] == 2
+
+
+def test_the_programs_own_exit_is_passed_on() -> None:
+    def main() -> int:
+        raise SystemExit(0)
+
+    assert run_guarded(main, WorldInfo(), status=RunStatus()) == 0
+
+
+def test_torchrun_does_not_kill_the_speaker(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ended = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", PROGRAM, "token-1", str(tmp_path)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 1
+    message = "rank 1, step 2, forward: token 99 is out of range"
+    assert ended.stderr.count(message) == 1
+    status = json.loads((tmp_path / "exit_status.json").read_text())
+    assert status == {"code": 3, "reason": message, "rank": 1, "step": 2}
