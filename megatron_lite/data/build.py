@@ -36,7 +36,6 @@ from megatron_lite.data.splits import (
 )
 from megatron_lite.errors import UserError
 
-SURPLUS = 0.005
 INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
 TrainableDataset = GPTDataset | BlendedDataset
 
@@ -46,8 +45,6 @@ class DataSettings(Protocol):
 
     @property
     def data_path(self) -> Sequence[str] | None: ...
-    @property
-    def data_args_path(self) -> str | None: ...
     @property
     def split(self) -> str | None: ...
     @property
@@ -62,6 +59,8 @@ class DataSettings(Protocol):
     def mock_data(self) -> bool: ...
     @property
     def mmap_bin_files(self) -> bool: ...
+    @property
+    def mid_level_dataset_surplus(self) -> float: ...
     @property
     def eod_mask_loss(self) -> bool: ...
     @property
@@ -157,10 +156,11 @@ def _read_requests(
     """Combine the path flags and `--split` into one request per part."""
     own = {name: getattr(config, f"{name}_data_path") for name in SPLIT_NAMES}
     shared = list(config.data_path or [])
-    if config.data_args_path:
+    args_path = getattr(config, "data_args_path", None)  # a field only where the flag is on
+    if args_path:
         if shared:
             raise UserError("--data-path and --data-args-path exclude each other")
-        shared = read_data_args(config.data_args_path)
+        shared = read_data_args(args_path)
     if any(own.values()):
         if shared or config.split or config.mock_data:
             raise UserError(
@@ -238,12 +238,13 @@ class _Assembler:
         weights = normalize_weights(list(given))
         shares = [int(np.ceil(request.num_samples * w)) for w in weights]
         index = BlendIndex(weights, sum(shares), self._backend)
+        surplus = self._config.mid_level_dataset_surplus
         datasets, facts = [], []
         for number, (name, share, count) in enumerate(
             zip(names, shares, index.counts.tolist(), strict=True)
         ):
             # Megatron's request; the greedy rule can ask one sample more of a tiny share.
-            samples = max(int(np.ceil(share * (1 + SURPLUS))), count)
+            samples = max(int(np.ceil(share * (1 + surplus))), count)
             dataset, fact = self._build_one(name, number, request, samples)
             datasets.append(dataset)
             facts.append({**fact, "weight": float(weights[number])})
