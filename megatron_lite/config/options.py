@@ -10,6 +10,7 @@ rates.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +73,9 @@ class KnownRow:
     reason: str
 
 
+@functools.cache
 def load_known_rows() -> tuple[KnownRow, ...]:
-    """Read the committed table, in Megatron's order."""
+    """Read the committed table, in Megatron's order; its content never changes."""
     rows = []
     for line in TABLE_PATH.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):

@@ -377,7 +377,7 @@ class DataConfig:
     )
     tokenizer_type: str | None = flag(
         None,
-        "Tokenizer; unset: the one recorded with the dataset.",
+        "Tokenizer (required).",
         choices=(
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
