@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_lite.checkpoint.catalog import Found, NoCheckpoint, PassedOver, find_checkpoint
     from megatron_lite.checkpoint.load import Loaded, load_newest
-    from megatron_lite.checkpoint.reader import Checkpoint, NameCheck, open_checkpoint
+    from megatron_lite.checkpoint.reader import Checkpoint, NameCheck, logical_hash, open_checkpoint
     from megatron_lite.checkpoint.resume import compare_state
     from megatron_lite.checkpoint.save import SaveResult, save_checkpoint
     from megatron_lite.checkpoint.tensors import (
@@ -42,6 +42,7 @@ _MODULES = {
     "compare_state": "resume",
     "find_checkpoint": "catalog",
     "load_newest": "load",
+    "logical_hash": "reader",
     "open_checkpoint": "reader",
     "read_safetensors": "tensors",
     "read_safetensors_metadata": "tensors",
@@ -60,6 +61,7 @@ __all__ = [
     "compare_state",
     "find_checkpoint",
     "load_newest",
+    "logical_hash",
     "open_checkpoint",
     "read_safetensors",
     "read_safetensors_metadata",

@@ -173,10 +173,13 @@ def already_published(root: Path, step: int) -> UserError:
     )
 
 
-def refresh_views(root: Path, step: int, attempt: str, files: FileSystem) -> None:
+def refresh_views(root: Path, step: int, attempt: str, files: FileSystem) -> bool:
     """Point Megatron's iter_XXXXXXX and tracker file at a published attempt.
 
     Views are for people and scripts; no reader of ours trusts them.
+
+    Returns:
+        False if something else has the view's name; it is left alone.
     """
     view = iteration_view(root, step)
     target = f"attempts/{attempt}"
@@ -188,13 +191,19 @@ def refresh_views(root: Path, step: int, attempt: str, files: FileSystem) -> Non
         except OSError as error:
             if error.errno not in REFUSED:
                 raise
+            files.ensure_directory(view)
         else:
             files.rename(temporary, view)
-    if not view.is_symlink():
-        files.ensure_directory(view)
+    ours = view.is_symlink() or not _has_foreign_content(view)
+    if ours and not view.is_symlink():
         _replace_text(view / VIEW_POINTER_FILE, target, attempt, files)
     _replace_text(root / TRACKER_FILE, str(step), attempt, files)
     files.sync_directory(root)
+    return ours
+
+
+def _has_foreign_content(view: Path) -> bool:
+    return not view.is_dir() or any(VIEW_POINTER_FILE not in child.name for child in view.iterdir())
 
 
 def remove_view(root: Path, step: int, files: FileSystem) -> None:

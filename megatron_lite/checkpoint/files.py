@@ -36,8 +36,12 @@ class OpenFile:
         """Append all of `data`."""
         self._observe("write", self.path)
         rest = memoryview(data)
-        while len(rest):
-            rest = rest[os.write(self._descriptor, rest) :]
+        try:
+            while len(rest):
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            error.filename = str(self.path)  # the system call knows only a descriptor
+            raise
 
     def sync(self) -> None:
         """Return when the content is on the device."""

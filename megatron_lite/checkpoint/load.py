@@ -7,6 +7,7 @@ that checkpoint up together and go to the next older one.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -53,38 +54,33 @@ def load_newest(
     place = Path(path)
     excluded: list[PassedOver] = []
     while True:
-        found = _choose(place, step, excluded, group)
-        values: list[T] = []
-        checkpoint = Checkpoint(found)
+        told = first_rank(partial(_choose, place, step, excluded), group, place)
+        results: list[Loaded[T]] = []
         try:
-            every_rank(_collect(load, checkpoint, values), group, place)
+            every_rank(partial(_load_told, told, load, results), group, place)
         except DamagedError as error:
-            excluded.append(PassedOver(found.step, str(error)))
+            excluded.append(PassedOver(told["step"], str(error)))
             continue
-        return Loaded(values[0], checkpoint, found.passed_over)
+        return results[0]
 
 
-def _collect(
-    load: Callable[[Checkpoint], T], checkpoint: Checkpoint, values: list[T]
-) -> Callable[[], None]:
-    def work() -> None:
-        values.append(load(checkpoint))
+def _choose(place: Path, step: int | None, excluded: list[PassedOver]) -> dict[str, Any]:
+    """Rank 0's choice, as JSON for the others."""
+    found = find_checkpoint(place, step, verify="structure", excluded=excluded)
+    return {
+        "directory": str(found.directory),
+        "step": found.step,
+        "sha256": found.manifest_sha256,
+        "passed_over": [[item.step, item.reason] for item in found.passed_over],
+    }
 
-    return work
 
-
-def _choose(place: Path, step: int | None, excluded: list[PassedOver], group: Group) -> Found:
-    def choose() -> dict[str, Any]:
-        found = find_checkpoint(place, step, verify="structure", excluded=excluded)
-        return {
-            "directory": str(found.directory),
-            "step": found.step,
-            "sha256": found.manifest_sha256,
-            "passed_over": [[item.step, item.reason] for item in found.passed_over],
-        }
-
-    told = first_rank(choose, group, place)
+def _load_told(
+    told: dict[str, Any], load: Callable[[Checkpoint], T], results: list[Loaded[T]]
+) -> None:
+    """Open what rank 0 has chosen, by its hash, and load from it."""
     directory = Path(told["directory"])
     manifest, sha256 = load_manifest(directory, told["sha256"])
     passed_over = tuple(PassedOver(*item) for item in told["passed_over"])
-    return Found(directory, told["step"], sha256, manifest, passed_over)
+    checkpoint = Checkpoint(Found(directory, told["step"], sha256, manifest, passed_over))
+    results.append(Loaded(load(checkpoint), checkpoint, passed_over))

@@ -4,7 +4,8 @@ Only the pieces that touch the box are mapped; each is verified against its sha2
 before its first use. Nothing is converted: what comes back has the dtype of the file.
 """
 
-from collections.abc import Collection, Mapping
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from megatron_lite.checkpoint.boxes import intersect, is_inside, relative_slices
 from megatron_lite.checkpoint.catalog import Found, find_checkpoint
 from megatron_lite.checkpoint.manifest import Piece, TensorRecord, piece_key, shard_file
 from megatron_lite.checkpoint.shards import ShardHeader
-from megatron_lite.checkpoint.tensors import DTYPE_NAMES, TORCH_DTYPES, tensor_over
+from megatron_lite.checkpoint.strict_json import encode_json
+from megatron_lite.checkpoint.tensors import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    tensor_bytes,
+    tensor_over,
+)
 from megatron_lite.checkpoint.verify import check_hash, load_shard_header, map_range
 from megatron_lite.errors import UserError
 
@@ -170,6 +177,20 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open what `find_checkpoint` finds."""
     return Checkpoint(find_checkpoint(path, step, verify=verify))
+
+
+def logical_hash(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> str:
+    """Return one sha256 over gathered tensors in name order, equal for every layout.
+
+    Hashed per tensor: its name, dtype and shape as a JSON line, then its bytes in
+    row-major order. One tensor at a time is in memory.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(checkpoint.names if names is None else names):
+        tensor = checkpoint.read(name)
+        digest.update(encode_json([name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)]))
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
 
 
 def _dtype_name(dtype: torch.dtype | str) -> str:

@@ -70,14 +70,18 @@ def retire_checkpoints(
     damaged: list[PassedOver] = []
     retired: list[int] = []
     for step in published_steps(root):
+        if kept >= wanted and retain_interval is not None and step % retain_interval == 0:
+            continue
         try:
+            # Its bytes were hashed while they were written: reading them all again at
+            # each save would cost as much as the save.
             open_published(root, step, "structure")
         except DamagedError as error:
             damaged.append(PassedOver(step, str(error)))
             continue
         if kept < wanted:
             kept += 1
-        elif retain_interval is None or step % retain_interval:
+        else:
             retired.append(step)
     for step in sorted(retired):
         attempt = read_pointer(root, step).attempt

@@ -18,6 +18,7 @@ from megatron_lite.checkpoint.commit import (
     CommitPlan,
     already_published,
     finalize,
+    iteration_view,
     publish,
     refresh_views,
 )
@@ -99,14 +100,15 @@ def save_checkpoint(
     Raises:
         UserError, DamagedError: on all ranks, with the message of the rank that failed.
 
-    Comm: three exchanges of a few hundred bytes per rank over `group`.
+    Comm: four exchanges of a few hundred bytes per rank over `group`.
     """
     started = time.monotonic()
     files = files or FileSystem()
-    snapshot = take_snapshot(entries)
+    snapshots: list[tuple[SnapshotPiece, ...]] = []
+    every_rank(lambda: snapshots.append(take_snapshot(entries)), group, Path(root))
     request, lock = _begin(Path(root), step, epoch, state, overwrite, group, files)
     try:
-        every_rank(lambda: write_rank(request, snapshot, files), group, request.root)
+        every_rank(lambda: write_rank(request, snapshots[0], files), group, request.root)
         total = first_rank(lambda: publish_attempt(request, files).num_bytes, group, request.root)
     except BaseException:
         if lock is not None:
@@ -188,7 +190,9 @@ def write_rank(
     try:
         written = write_shard(files, shard, items, metadata)
     except OSError as error:
-        raise storage_error(error, shard, sum(item.num_bytes for item in items)) from error
+        needed = sum(item.num_bytes for item in items)
+        failure = storage_error(error, shard, needed)
+        raise type(failure)(f"{failure}; the attempt is removed, earlier ones are kept") from error
     receipt = Receipt(
         attempt=plan.attempt,
         step=plan.step,
@@ -231,7 +235,8 @@ def _tidy(
     root, plan = request.root, request.plan
     notes = []
     try:
-        refresh_views(root, plan.step, plan.attempt, files)
+        if not refresh_views(root, plan.step, plan.attempt, files):
+            notes.append(f"{iteration_view(root, plan.step)} is not ours and is left as it is")
         retired = retire_checkpoints(root, keep_last, retain_interval, files)
         notes += [f"step {item.step} is damaged: {item.reason}" for item in retired.damaged]
         now = pointer_path(root, plan.step).stat().st_mtime
