@@ -43,6 +43,10 @@ def layout_notices(config: Config, world_size: int) -> list[str]:
         found.append(
             f"--pipeline-schedule {config.pipeline_schedule} has no effect with one pipeline stage"
         )
+    if config.skip_bad_records:
+        found.append(
+            "--skip-bad-records has no effect here: tools/preprocess_data.py reads records"
+        )
     if config.save is None and config.save_interval is not None:
         found.append("--save-interval has no effect without --save: nothing is saved")
     if config.distributed_backend == "nccl" and config.device == "cpu" and world_size > 1:

@@ -162,6 +162,8 @@ RUN_RULES: tuple[Rule, ...] = (
             "save_retain_interval",
             "keep_last",
             "log_interval",
+            "tensorboard_log_interval",
+            "tensorboard_queue_size",
             "exit_interval",
             "exit_duration_in_mins",
         )

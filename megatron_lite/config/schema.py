@@ -457,6 +457,30 @@ class LoggingConfig:
     timing_log_option: str = flag(
         "minmax", "What timers report over ranks.", choices=("max", "minmax", "all")
     )
+    flops_convention: str = flag(
+        "full_square",
+        "How attention FLOPs are counted: Megatron's full square, or the causal half.",
+        choices=("full_square", "causal_half"),
+    )
+    tensorboard_dir: str | None = flag(None, "Directory of TensorBoard events.")
+    tensorboard_log_interval: int = flag(1, "Steps between TensorBoard points.", unit="steps")
+    tensorboard_queue_size: int = flag(
+        1000, "Points TensorBoard keeps before it writes.", unit="points"
+    )
+    log_timers_to_tensorboard: bool = flag(False, "Write timers to TensorBoard.")
+    log_memory_to_tensorboard: bool = flag(False, "Write memory figures to TensorBoard.")
+    log_validation_ppl_to_tensorboard: bool = flag(
+        False, "Write the validation perplexity to TensorBoard."
+    )
+    log_loss_scale_to_tensorboard: bool = flag(
+        True,
+        "Leave the loss scale out of TensorBoard.",
+        names=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
+    )
+    wandb_project: str | None = flag(None, "Weights & Biases project; unset: none.")
+    wandb_exp_name: str | None = flag(None, "Weights & Biases run name.")
+    wandb_save_dir: str | None = flag(None, "Directory of Weights & Biases' local files.")
+    wandb_entity: str | None = flag(None, "Weights & Biases account or team.")
     metrics_jsonl: str | None = flag(None, "File for one JSON object per step.")
 
 

@@ -97,6 +97,11 @@ SUPPORT_RULES: tuple[Rule, ...] = (
     value_rule("data_parallel_sharding_strategy", ("no_shard",)),
     value_rule("nan_policy", ("skip", "stop")),
     Rule(
+        "built-dry-run",
+        lambda f: f.config.dry_run,
+        lambda f: "--dry-run is not yet supported: needs the planner",
+    ),
+    Rule(
         "recompute-modules-built",
         lambda f: any(name != "core_attn" for name in f.config.recompute_modules or ()),
         lambda f: (
