@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_lite.config import plan
 from megatron_lite.config.files import format_yaml
-from megatron_lite.config.schema import Config, flag_fields
+from megatron_lite.config.schema import GROUPS, Config, flag_fields
 
 # They say how a command was given, not what runs.
 LEFT_OUT = ("config_file", "print_config", "local_rank")
@@ -20,7 +20,8 @@ def resolved_values(config: Config, world_size: int) -> dict[str, Any]:
     """Return the fields of a checked config by destination, with defaults resolved."""
     values = {
         field.name: getattr(config, field.name)
-        for field in flag_fields()
+        for _, group in GROUPS
+        for field in flag_fields(group)
         if field.name not in LEFT_OUT
     }
     parallel = plan.build_parallel(config, world_size)
@@ -42,8 +43,9 @@ def resolved_values(config: Config, world_size: int) -> dict[str, Any]:
         "data_parallel_sharding_strategy": config.data_parallel_sharding_strategy or "no_shard",
         "dataloader_type": config.dataloader_type or "single",
         "pipeline_schedule": config.pipeline_schedule or "1f1b",
-        "nan_policy": config.nan_policy or "stop",
     }
+    if config.nan_policy is None and config.check_for_nan_in_loss_and_grad:
+        values["nan_policy"] = "stop"
     if config.data_path and config.split is None:
         values["split"] = "969, 30, 1"
     if config.train_samples is None:

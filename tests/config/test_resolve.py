@@ -48,3 +48,9 @@ def test_config_cannot_be_changed():
     config = parse_config(line(), {})
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.num_layers = 5  # type: ignore[misc]
+
+
+def test_unchecked_nan_stays_unchecked():
+    off = parse_config(line("--no-check-for-nan-in-loss-and-grad"), {})
+    assert yaml.safe_load(resolved_yaml(off, 1))["nan_policy"] is None
+    assert yaml.safe_load(resolved_yaml(parse_config(line(), {}), 1))["nan_policy"] == "stop"
