@@ -22,6 +22,7 @@ from megatron_lite.checkpoint.files import FileSystem, storage_error
 from megatron_lite.checkpoint.shards import ShardItem, read_header, write_shard
 from megatron_lite.mesh.collectives import all_gather_json, barrier
 from megatron_lite.mesh.groups import Group
+from megatron_lite.optim.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from megatron_lite.train.step import TrainStep
@@ -176,13 +177,24 @@ def dump_gradients(dump: DebugDump, step: TrainStep) -> None:
             dump.add(f"act/{name}", values, (s, step.global_batch_size, h), (0, slot, 0))
 
 
+def dump_start(dump: DebugDump, optimizer: Optimizer, iteration: int) -> None:
+    """Write the weights that the run starts from, as those after `iteration` updates."""
+    if dump.weights:
+        _collect_weights(dump, optimizer)
+        dump.write(iteration, [], {})
+
+
+def _collect_weights(dump: DebugDump, optimizer: Optimizer) -> None:
+    for piece in optimizer.weight_pieces():
+        if piece.owned:
+            name, offset = f"weight/{piece.spec.name}", piece.box.offset
+            dump.add(name, piece.tensor, piece.spec.shape, offset)
+
+
 def write_dump(dump: DebugDump, step: TrainStep) -> None:
     """Add the updated weights where wanted and write the step's files."""
     if dump.weights:
-        for piece in step.parts.optimizer.weight_pieces():
-            if piece.owned:
-                name, offset = f"weight/{piece.spec.name}", piece.box.offset
-                dump.add(name, piece.tensor, piece.spec.shape, offset)
+        _collect_weights(dump, step.parts.optimizer)
     figures = {"grad_norm": step.closing.grad_norm, "clip_coefficient": step.coefficient}
     dump.write(step.state.iteration + 1, _sample_rows(step), figures)
 

@@ -19,6 +19,7 @@ from megatron_lite.mesh.collectives import all_reduce
 from megatron_lite.mesh.launch import RunStatus
 from megatron_lite.resilience.signals import StopOrder
 from megatron_lite.telemetry.records import TrainRow, ValidRow
+from megatron_lite.train.dump import dump_start
 from megatron_lite.train.evaluate import evaluate
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.restore import save_run
@@ -41,6 +42,8 @@ def train(parts: Parts, state: TrainState, status: RunStatus) -> int:
         RunStopped: a signal arrived; everything is saved.
     """
     start = state.iteration
+    if parts.dump is not None:
+        dump_start(parts.dump, parts.optimizer, start)
     saved_at = evaluated_at = None
     with collect_garbage(parts.config) as collect:
         while state.iteration < parts.plan.batch.train_iters:
