@@ -67,10 +67,10 @@ echo "      $(python -c 'import platform, importlib.metadata as m
 print("Python", platform.python_version(), "torch", m.version("torch"))'), 2 processes"
 
 # The interpreter's own library first, installed packages to fill up.
-mapfile -t sources < <(python -c 'import sysconfig
-paths = sysconfig.get_paths()
-print(paths["stdlib"], paths["purelib"], sep="\n")')
-sources=(${corpus_dirs[@]+"${corpus_dirs[@]}"} "${sources[@]}")
+sources=(${corpus_dirs[@]+"${corpus_dirs[@]}"})
+for kind in stdlib purelib; do
+    sources+=("$(python -c "import sysconfig; print(sysconfig.get_path('$kind'))")")
+done
 
 corpus="$work/corpus.jsonl"
 step 2 "corpus: $corpus"

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, too
+
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import UserError
 
