@@ -135,15 +135,18 @@ def _fill_buckets(
 ) -> list[tuple[BufferKey, list[PhysicalParam]]]:
     """Members of every bucket, buckets ordered by when their last gradient is complete."""
     filling: dict[BufferKey, list[PhysicalParam]] = {}
+    filled: dict[BufferKey, int] = {}  # elements of the bucket that is being filled
     last: dict[BufferKey, int] = {}
     closed: list[tuple[int, BufferKey, list[PhysicalParam]]] = []
     for position, physical in enumerate(reversed(physicals)):
         key = BufferKey(physical.views[0].spec.grid, dtype_of(physical))
         bucket = filling.setdefault(key, [])
         bucket.append(physical)
+        filled[key] = filled.get(key, 0) + _aligned(math.prod(physical.shape))
         last[key] = position
-        if sum(_aligned(math.prod(member.shape)) for member in bucket) >= bucket_size:
+        if filled[key] >= bucket_size:
             closed.append((position, key, filling.pop(key)))
+            filled[key] = 0
     closed += [(last[key], key, bucket) for key, bucket in filling.items()]
     return [(key, bucket) for _, key, bucket in sorted(closed, key=lambda entry: entry[0])]
 

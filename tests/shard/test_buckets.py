@@ -62,8 +62,12 @@ def reduced(rank: int, layout: dict[str, Any], dtype: str, overlap: bool) -> dic
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+CASES = [(layout, "float64") for layout in LAYOUTS] + [
+    ({"tp": 2, "dp": 2, "sequence_parallel": True}, dtype) for dtype in ("float32", "bfloat16")
+]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), CASES, ids=str)
 def test_gradients_are_summed_over_exactly_their_groups(
     rank_pool: RankPool, layout: dict[str, Any], dtype: str
 ) -> None:
@@ -82,8 +86,11 @@ def test_gradients_are_summed_over_exactly_their_groups(
             assert (low, high) == (expected, expected), (rank, name)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "overlap"),
+    [*((layout, True) for layout in LAYOUTS), ({"tp": 2, "dp": 2}, False)],
+    ids=str,
+)
 def test_collectives_are_the_buckets_and_one_per_partial_axis(
     rank_pool: RankPool, layout: dict[str, Any], overlap: bool
 ) -> None:
