@@ -1,0 +1,131 @@
+"""Run the real program on a pool of ranks and keep what it leaves behind.
+
+A rank of the pool does exactly what `pretrain.py` does with the same flags: parse, check,
+build, train. Its metrics and dump land in a directory per run; its share of the elements
+and its collectives come back to the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_lite.verify.dumps import RunRecord
+
+
+class Pool(Protocol):
+    """Resident ranks (`verify.pool.RankPool`)."""
+
+    def run(self, n: int, target: Any, *, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
+        """Call `target` on n ranks and return the results in rank order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a run differs from the reference: ranks, and the flags that say so."""
+
+    name: str
+    ranks: int = 1
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank of a finished run held and sent.
+
+    Attributes:
+        elements: stored parameter elements, padding included.
+        gemm_flops: counted by torch over the whole run; 0 when not asked for.
+        collectives: (op, group, elements) in order; empty when not asked for.
+    """
+
+    elements: int
+    gemm_flops: int
+    collectives: tuple[tuple[str, str, int], ...]
+
+
+def run_layout(
+    pool: Pool,
+    directory: Path,
+    flags: Sequence[str],
+    layout: Layout,
+    *,
+    fault: str | None = None,
+    measure: bool = False,
+    timeout_s: float = 120.0,
+) -> tuple[RunRecord, list[RankShare]]:
+    """Train with `flags` plus the layout's, dumping every step.
+
+    Args:
+        pool: at least `layout.ranks` ranks.
+        directory: of this run; must not exist.
+        flags: of the program, without layout and dump.
+        layout: ranks and their flags.
+        fault: "module:function" of a context manager that plants a bug on every rank.
+        measure: count FLOPs and collectives (slower).
+        timeout_s: of the run.
+
+    Returns:
+        The record, and each rank's share.
+    """
+    directory.mkdir(parents=True)
+    argv = [
+        *flags, *layout.flags, "--device", "cpu", "--log-interval", "1000000",
+        "--metrics-jsonl", str(directory / "metrics.jsonl"),
+        "--debug-dump", str(directory / "dump"),
+        "--debug-dump-weights", "--debug-dump-activations",
+    ]  # fmt: skip
+    shares = pool.run(
+        layout.ranks,
+        "megatron_lite.verify.session:run_rank",
+        timeout_s=timeout_s,
+        argv=argv,
+        fault=fault,
+        measure=measure,
+    )
+    return RunRecord(directory), shares
+
+
+def run_rank(
+    argv: Sequence[str], fault: str | None, measure: bool, rank: int, world_size: int
+) -> RankShare:
+    """One rank's part of `run_layout`; runs inside the pool."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megatron_lite.config.flags import parse_config
+    from megatron_lite.config.rules import check_config
+    from megatron_lite.mesh.launch import RunStatus, WorldInfo
+    from megatron_lite.mesh.recorder import Recorder
+    from megatron_lite.train.build import build_run
+    from megatron_lite.train.loop import train
+
+    config = parse_config(argv, os.environ)
+    check_config(config, world_size)
+    info = WorldInfo(rank, world_size, rank, world_size, launcher="pool")
+    recorder = Recorder() if measure else None
+    counter = FlopCounterMode(display=False) if measure else None
+    with contextlib.redirect_stdout(io.StringIO()), _planted(fault):
+        with build_run(config, info, RunStatus(), recorder) as (parts, state):
+            if recorder is not None:
+                recorder.clear()
+            with counter or nullcontext():
+                train(parts, state, RunStatus())
+            elements = sum(param.numel() for param in parts.stage.parameters())
+    sent = () if recorder is None else tuple((r.op, r.group, r.elements) for r in recorder.records)
+    return RankShare(elements, counter.get_total_flops() if counter else 0, sent)
+
+
+def _planted(fault: str | None) -> AbstractContextManager[Any]:
+    if fault is None:
+        return nullcontext()
+    module, _, name = fault.partition(":")
+    manager: AbstractContextManager[Any] = getattr(import_module(module), name)()
+    return manager
