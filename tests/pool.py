@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,8 +91,7 @@ class RankPool:
     def _grow(self, n: int) -> None:
         if any(not process.is_alive() for process, _ in self._workers):
             self._kill()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context = _fork_server()
         while len(self._workers) < n:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, str(REPOSITORY)), daemon=True)
@@ -106,6 +106,13 @@ class RankPool:
         for process, _ in self._workers:
             process.join()
         self._workers = []
+
+
+def _fork_server() -> ForkServerContext:
+    """Processes forked from one that has torch loaded; one server per pytest process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    return context
 
 
 def _collect(
@@ -209,63 +216,118 @@ def run_ranks(
     Raises:
         RankError: a rank did not end in time; the message holds what each printed.
     """
-    directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+
+    def start(environ: dict[str, str], out: Path, err: Path) -> "subprocess.Popen[bytes]":
+        with out.open("wb") as out_file, err.open("wb") as err_file:
+            return subprocess.Popen(
+                [sys.executable, str(REPOSITORY / program), *argv],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out_file,
+                stderr=err_file,
+            )
+
+    def end(process: "subprocess.Popen[bytes]", timeout_s: float) -> int | None:
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return None
+
     base = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "MASTER_"))
     }
-    base.update(
-        OMP_NUM_THREADS="1",
-        WORLD_SIZE=str(n),
-        LOCAL_WORLD_SIZE=str(n),
-        MLITE_RENDEZVOUS=f"file://{directory / 'rendezvous'}",
-        PYTHONPATH=os.pathsep.join(filter(None, [str(REPOSITORY), base.get("PYTHONPATH")])),
-    )
-    base.update(env or {})
-    processes: list[subprocess.Popen[bytes]] = []
+    paths = [str(REPOSITORY), base.get("PYTHONPATH", "")]
+    base["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return _run_processes(n, start, end, {**base, **(env or {})}, timeout)
+
+
+def fork_ranks(
+    n: int,
+    target: Callable[..., int],
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60.0,
+) -> list[RankExit]:
+    """As `run_ranks` for a function that returns the exit code, without torch's import time.
+
+    The ranks are processes of their own, forked with torch loaded; `target` is a function
+    at the top level of a module and finds its rank in `os.environ`.
+    """
+    context = _fork_server()
+
+    def start(environ: dict[str, str], out: Path, err: Path) -> BaseProcess:
+        process = context.Process(
+            target=_become_program, args=(target, args, environ, str(out), str(err))
+        )
+        process.start()
+        return process
+
+    def end(process: BaseProcess, timeout_s: float) -> int | None:
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            return None
+        return process.exitcode
+
+    return _run_processes(n, start, end, dict(env or {}), timeout)
+
+
+def _become_program(
+    target: Callable[..., int], args: tuple[Any, ...], environ: dict[str, str], out: str, err: str
+) -> None:
+    """Write to files of its own, below Python too, and end with the function's code."""
+    for descriptor, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.environ.update(environ)
+    code = target(*args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit, which multiprocessing would report in its own words.
+    os._exit(code)
+
+
+def _run_processes(
+    n: int,
+    start: Callable[[dict[str, str], Path, Path], Any],
+    end: Callable[[Any, float], int | None],
+    environ: dict[str, str],
+    timeout: float,
+) -> list[RankExit]:
+    """Start n ranks of one run, wait for all, and read what they printed."""
+    directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+    outputs = [(directory / f"{rank}.out", directory / f"{rank}.err") for rank in range(n)]
+    world = {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "MLITE_RENDEZVOUS": f"file://{directory / 'rendezvous'}",
+    }
+    deadline = time.monotonic() + timeout
+    processes: list[Any] = []
+    codes: list[int | None] = []
     try:
         for rank in range(n):
-            with (
-                open(directory / f"{rank}.out", "wb") as out,
-                open(directory / f"{rank}.err", "wb") as err,
-            ):
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(REPOSITORY / program), *argv],
-                        env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                    )
-                )
-        late = _wait_all(processes, timeout)
-        exits = [
-            RankExit(
-                process.returncode,
-                (directory / f"{rank}.out").read_text(errors="replace"),
-                (directory / f"{rank}.err").read_text(errors="replace"),
-            )
-            for rank, process in enumerate(processes)
-        ]
-        if late:
-            raise RankError(f"ranks {late} did not end within {timeout} s: {exits}")
-        return exits
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(start({**world, **environ, **place}, *outputs[rank]))
     finally:
-        for process in processes:
-            process.kill()
+        codes += [end(process, max(0.0, deadline - time.monotonic())) for process in processes]
+        texts = [
+            [path.read_text(errors="replace") if path.exists() else "" for path in paths]
+            for paths in outputs
+        ]
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _wait_all(processes: Sequence["subprocess.Popen[bytes]"], timeout: float) -> list[int]:
-    """Wait for all, kill who is late, and return the late ranks."""
-    deadline = time.monotonic() + timeout
-    late = []
-    for rank, process in enumerate(processes):
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            late.append(rank)
-    return late
+    late = [rank for rank, code in enumerate(codes) if code is None]
+    if late:
+        raise RankError(f"ranks {late} did not end within {timeout} s; printed: {texts}")
+    return [
+        RankExit(code, *printed)
+        for code, printed in zip(codes, texts, strict=True)
+        if code is not None
+    ]

@@ -61,14 +61,11 @@ def fail(case: str, info: WorldInfo) -> None:
         raise RunStopped("stopped on SIGTERM after saving step 2")
 
 
-def main() -> int:
-    case, *rest = sys.argv[1:]
+def main(case: str, save_dir: str | None) -> int:
     info = detect_world(os.environ)
     status = RunStatus()
-    return run_guarded(
-        lambda: run(case, info, status), info, rest[0] if rest else None, status=status
-    )
+    return run_guarded(lambda: run(case, info, status), info, save_dir, status=status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None))

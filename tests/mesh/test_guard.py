@@ -1,6 +1,6 @@
 """However ranks fail, one message, the same code on all of them, and no hang.
 
-The ranks are real processes without a launcher: nobody kills the ones that would hang.
+The ranks are processes without a launcher: nobody kills the ones that would hang.
 """
 
 import errno
@@ -16,14 +16,14 @@ import pytest
 from megatron_lite.errors import UserError
 from megatron_lite.mesh.guard import RunStatus, describe, run_guarded
 from megatron_lite.mesh.world import WorldInfo
-from tests.pool import REPOSITORY, RankExit, run_ranks
+from tests.mesh.rank_program import main
+from tests.pool import REPOSITORY, RankExit, fork_ranks, run_ranks
 
 PROGRAM = "tests/mesh/rank_program.py"
 
 
 def fail(case: str, n: int = 2, save_dir: Path | None = None) -> list[RankExit]:
-    argv = [case] if save_dir is None else [case, str(save_dir)]
-    return run_ranks(n, argv, timeout=60, program=PROGRAM)
+    return fork_ranks(n, main, case, None if save_dir is None else str(save_dir))
 
 
 def codes(exits: list[RankExit]) -> list[int]:
@@ -83,8 +83,8 @@ def test_one_rank_with_a_bad_token_stops_all_with_its_message_alone(
     assert status == {"code": 3, "reason": message, "rank": rank, "step": 2}
 
 
-def test_an_error_of_every_rank_is_told_once() -> None:
-    exits = fail("token", n=2)
+def test_an_error_of_every_rank_is_told_once_by_whole_programs() -> None:
+    exits = run_ranks(2, ["token"], timeout=100, program=PROGRAM)
     assert codes(exits) == [3, 3]
     assert len(spoken(exits)) == 1
 
@@ -124,19 +124,19 @@ def test_a_full_disk_is_told_with_code_3_and_the_file() -> None:
 def test_one_process_tells_its_error_and_writes_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def main() -> int:
+    def program() -> int:
         raise UserError("no such file")
 
-    assert run_guarded(main, WorldInfo(), tmp_path) == 2
+    assert run_guarded(program, WorldInfo(), tmp_path) == 2
     assert capsys.readouterr().err == "no such file\n"
     assert json.loads((tmp_path / "exit_status.json").read_text())["code"] == 2
 
 
 def test_the_programs_own_exit_is_passed_on() -> None:
-    def main() -> int:
+    def program() -> int:
         raise SystemExit(0)
 
-    assert run_guarded(main, WorldInfo(), status=RunStatus()) == 0
+    assert run_guarded(program, WorldInfo(), status=RunStatus()) == 0
 
 
 def test_torchrun_does_not_kill_the_speaker(tmp_path: Path) -> None:
