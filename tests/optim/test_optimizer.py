@@ -11,13 +11,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
+from megatron_lite.mesh.collectives import all_reduce
+from megatron_lite.mesh.groups import local_groups
 from megatron_lite.optim.adamw import AdamW
 from megatron_lite.optim.optimizer import Optimizer, build_rule
 from megatron_lite.optim.rules import UpdateRule
 from megatron_lite.optim.sgd import SGD
+from megatron_lite.shard.buffers import FlatBuffers
 from megatron_lite.shard.pieces import StatePiece
+from megatron_lite.spec.params import ParamSpec, model_spec
 from tests.pool import RankPool
-from tests.shard.stand import Stand, build_stand, logical_value, model_shape, parallel_shape, region
+from tests.shard.stand import (
+    Stand,
+    build_buffers,
+    build_rank_groups,
+    build_stand,
+    logical_value,
+    model_shape,
+    parallel_shape,
+    region,
+)
 
 ADAMW = AdamW(beta1=0.9, beta2=0.95, eps=1e-8)
 RATES = ((0.01, 0.1), (0.02, 0.1), (0.005, 0.2))  # (lr, weight decay) of three updates
@@ -36,8 +49,8 @@ def set_weights(optimizer: Optimizer) -> None:
     optimizer.after_load("master")
 
 
-def set_gradients(stand: Stand, update: int) -> None:
-    for piece in stand.buffers.gradient_pieces():
+def set_gradients(buffers: FlatBuffers, update: int) -> None:
+    for piece in buffers.gradient_pieces():
         whole = logical_value(piece.spec, piece.tensor.dtype, scale=0.1 + update)
         piece.tensor.copy_(region(whole, piece.box))
 
@@ -71,7 +84,7 @@ def updated(
 ) -> tuple[Optimizer, list[StatePiece]]:
     stand, optimizer = build(rule, rank=rank, **kwargs)
     for update, (lr, decay) in enumerate(RATES):
-        set_gradients(stand, update)
+        set_gradients(stand.buffers, update)
         optimizer.step(lr, decay, clip)
     return optimizer, list(optimizer.weight_pieces())
 
@@ -96,46 +109,26 @@ def test_updates_equal_torchs_optimizers(
     assert optimizer.updates == len(RATES)
 
 
-@pytest.mark.parametrize("tp_rank", range(4))
-def test_a_tensor_rank_updates_its_region_like_the_whole(tp_rank: int) -> None:
-    # The optimizer communicates nothing, so one rank's view needs no other rank.
+@pytest.mark.parametrize("rank", range(4))
+def test_a_tensor_rank_updates_its_region_like_the_whole(rank: int) -> None:
     parallel = parallel_shape(tp=4)
     expected = whole_weights(ADAMW, torch.float64, 1.0)
-    stand = _rank_alone(parallel, tp_rank)
-    for piece in stand:
+    buffers, _ = build_buffers(model_spec(model_shape(), parallel), parallel, rank)
+    optimizer = Optimizer(buffers, ADAMW, local_groups())
+    set_weights(optimizer)
+    for update, (lr, decay) in enumerate(RATES):
+        set_gradients(buffers, update)
+        optimizer.step(lr, decay, 1.0)
+    for piece in optimizer.weight_pieces():
         whole = region(expected[piece.spec.name], piece.box)
         torch.testing.assert_close(piece.tensor, whole, rtol=1e-14, atol=1e-14)
 
 
-def _rank_alone(parallel: Any, rank: int) -> list[StatePiece]:
-    from megatron_lite.mesh.grid import build_grids
-    from megatron_lite.mesh.groups import local_groups
-    from megatron_lite.shard.buffers import FlatBuffers
-    from megatron_lite.spec.params import model_spec
-    from megatron_lite.spec.physical import physical_params
-    from tests.shard.stand import PRECISIONS, small_layout
-
-    stored = physical_params(model_spec(model_shape(), parallel))
-    params = {p.name: torch.nn.Parameter(torch.zeros(p.shape, dtype=torch.float64)) for p in stored}
-    coordinates = {"dense": build_grids(parallel).dense.coordinate(rank)}
-    buffers = FlatBuffers(
-        small_layout(stored), params, coordinates, parallel, PRECISIONS["float64"]
-    )
-    optimizer = Optimizer(buffers, ADAMW, local_groups())
-    set_weights(optimizer)
-    for update, (lr, decay) in enumerate(RATES):
-        for piece in buffers.gradient_pieces():
-            whole = logical_value(piece.spec, torch.float64, scale=0.1 + update)
-            piece.tensor.copy_(region(whole, piece.box))
-        optimizer.step(lr, decay, 1.0)
-    return list(optimizer.weight_pieces())
-
-
 def test_parameters_are_the_rounded_masters() -> None:
     stand, optimizer = build(ADAMW, dtype="bfloat16")
-    set_gradients(stand, 0)
+    set_gradients(stand.buffers, 0)
     optimizer.step(0.01, 0.1, 1.0)
-    kinds = {kind: {} for kind in ("param", "master")}
+    kinds: dict[str, dict[str, Tensor]] = {"param": {}, "master": {}}
     for piece in optimizer.state_pieces():
         if piece.kind in kinds:
             kinds[piece.kind][piece.spec.name] = piece.tensor
@@ -157,7 +150,7 @@ def test_without_masters_the_parameters_are_updated_in_place() -> None:
 @pytest.mark.parametrize("rule", [ADAMW, SGD(0.9)], ids=str)
 def test_restored_state_continues_with_equal_bits(rule: UpdateRule, dtype: str) -> None:
     stand, optimizer = build(rule, dtype=dtype)
-    set_gradients(stand, 0)
+    set_gradients(stand.buffers, 0)
     optimizer.step(0.01, 0.1, 1.0)
     saved = [piece.tensor.clone() for piece in optimizer.state_pieces()]
     resumed_stand, resumed = build(rule, dtype=dtype)
@@ -166,10 +159,10 @@ def test_restored_state_continues_with_equal_bits(rule: UpdateRule, dtype: str) 
             piece.tensor.copy_(tensor)
     resumed.after_load("master", updates=optimizer.updates)
     for one, other in ((stand, optimizer), (resumed_stand, resumed)):
-        set_gradients(one, 1)
+        set_gradients(one.buffers, 1)
         other.step(0.02, 0.1, 0.5)
-    for one, other in zip(optimizer.state_pieces(), resumed.state_pieces(), strict=True):
-        assert torch.equal(one.tensor, other.tensor), (one.kind, one.spec.name)
+    for old, new in zip(optimizer.state_pieces(), resumed.state_pieces(), strict=True):
+        assert torch.equal(old.tensor, new.tensor), (old.kind, old.spec.name)
 
 
 def test_weights_alone_are_widened_into_the_masters() -> None:
@@ -185,7 +178,7 @@ def test_weights_alone_are_widened_into_the_masters() -> None:
 def test_vocabulary_padding_and_gaps_stay_zero() -> None:
     stand, optimizer = build(ADAMW, dtype="float32")
     for update in range(3):
-        set_gradients(stand, update)
+        set_gradients(stand.buffers, update)
         optimizer.step(0.01, 0.1, 1.0)
     held = {key: torch.zeros_like(buffer) for key, buffer in optimizer.weights.items()}
     for piece in stand.buffers.pieces:
@@ -205,7 +198,7 @@ def test_frozen_parameters_do_not_decay() -> None:
 
 def test_the_first_momentum_is_the_gradient() -> None:
     stand, optimizer = build(SGD(0.9))
-    set_gradients(stand, 0)
+    set_gradients(stand.buffers, 0)
     optimizer.step(0.01, 0.0, 1.0)
     gradients = {piece.spec.name: piece.tensor for piece in stand.buffers.gradient_pieces()}
     for piece in optimizer.state_pieces():
@@ -252,7 +245,7 @@ def norm_parts(rank: int, layout: dict[str, Any], dtype: str) -> tuple[float, fl
     optimizer = Optimizer(stand.buffers, ADAMW, stand.groups)
     for piece in stand.buffers.pieces:
         stand.buffers.gradients[piece.key][piece.start : piece.stop] = 7.0
-    set_gradients(stand, 0)
+    set_gradients(stand.buffers, 0)
     squares, nonfinite = optimizer.squared_norm()
     assert squares.dtype == torch.float64 and squares.shape == nonfinite.shape == ()
     expected = sum(
@@ -280,24 +273,11 @@ def test_c053_the_norm_counts_each_logical_element_once(
 
 def unit_norm(rank: int, world_size: int) -> float:
     """One replicated scalar and one cut scalar per rank, all gradients 1."""
-    from megatron_lite.mesh.collectives import all_reduce
-    from megatron_lite.mesh.grid import build_grids
-    from megatron_lite.mesh.groups import build_groups, local_groups
-    from megatron_lite.shard.buffers import FlatBuffers
-    from megatron_lite.spec.params import ParamSpec
-    from megatron_lite.spec.physical import physical_params
-    from tests.shard.stand import PRECISIONS, small_layout
-
     parallel = parallel_shape(tp=world_size)
-    grids = build_grids(parallel)
-    groups = build_groups(grids, rank, world_size) if world_size > 1 else local_groups()
+    groups = build_rank_groups(parallel, rank, kv_heads=world_size)
     cut = ParamSpec("cut", (world_size,), cut_dim=0, cut_axis="tp", parts=world_size, uses=("a",))
-    stored = physical_params((ParamSpec("replicated", (1,), uses=("a",)), cut))
-    params = {p.name: torch.nn.Parameter(torch.ones(p.shape)) for p in stored}
-    coordinates = {"dense": grids.dense.coordinate(rank)}
-    buffers = FlatBuffers(
-        small_layout(stored, "float32"), params, coordinates, parallel, PRECISIONS["float32"]
-    )
+    specs = (ParamSpec("replicated", (1,), uses=("a",)), cut)
+    buffers, _ = build_buffers(specs, parallel, rank, dtype="float32")
     for piece in buffers.gradient_pieces():
         piece.tensor.fill_(1.0)
     squares, _ = Optimizer(buffers, ADAMW, groups).squared_norm()
@@ -315,7 +295,7 @@ def test_c053_unit_norm_is_the_root_of_one_plus_tp(rank_pool: RankPool, tp: int)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_non_finite_gradients_are_counted_and_named(dtype: str, bad: float) -> None:
     stand, optimizer = build(ADAMW, dtype=dtype)
-    set_gradients(stand, 0)
+    set_gradients(stand.buffers, 0)
     name = "decoder.layers.1.mlp.linear_gate.weight"
     (piece,) = (p for p in stand.buffers.gradient_pieces() if p.spec.name == name)
     piece.tensor[0, :2] = bad

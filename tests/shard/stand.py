@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,38 +95,55 @@ class Stand:
                 self.sink.written(param)
 
 
-def build_stand(
-    parallel: ParallelShape | None = None,
+def build_buffers(
+    specs: tuple[ParamSpec, ...],
+    parallel: ParallelShape,
     rank: int = 0,
     *,
     dtype: str = "float64",
     bucket_size: int = 500,
-    overlap: bool = True,
-    model: ModelShape | None = None,
     frozen: tuple[str, ...] = (),
-) -> Stand:
-    parallel, model = parallel or parallel_shape(), model or model_shape()
-    grids, recorder = build_grids(parallel), Recorder()
-    if parallel.world_size == 1:
-        groups = local_groups(recorder)
-    else:
-        groups = build_groups(grids, rank, model.num_query_groups, recorder=recorder)
-    physicals = physical_params(model_spec(model, parallel))
+) -> tuple[FlatBuffers, dict[str, nn.Parameter]]:
+    """Buffers of any rank of any layout; needs no other rank."""
+    stored = physical_params(specs)
     params = {
         p.name: nn.Parameter(
             torch.zeros(p.shape, dtype=getattr(torch, dtype)), requires_grad=p.name not in frozen
         )
-        for p in physicals
+        for p in stored
     }
-    physicals = trained(physicals, params)
-    buffers = FlatBuffers(
-        small_layout(physicals, dtype, bucket_size),
-        params,
-        {"dense": grids.dense.coordinate(rank), "expert": grids.expert.coordinate(rank)},
-        parallel,
-        PRECISIONS[dtype],
-    )
+    layout = small_layout(trained(stored, params), dtype, bucket_size)
+    grids = build_grids(parallel)
+    coordinates = {
+        "dense": grids.dense.coordinate(rank),
+        "expert": grids.expert.coordinate(rank),
+    }
+    return FlatBuffers(layout, params, coordinates, parallel, PRECISIONS[dtype]), params
+
+
+def build_rank_groups(
+    parallel: ParallelShape, rank: int, kv_heads: int, recorder: Recorder | None = None
+) -> Groups:
+    if parallel.world_size == 1:
+        return local_groups(recorder)
+    return build_groups(build_grids(parallel), rank, kv_heads, recorder=recorder)
+
+
+def build_stand(
+    parallel: ParallelShape | None = None,
+    rank: int = 0,
+    *,
+    overlap: bool = True,
+    model: ModelShape | None = None,
+    **options: Any,
+) -> Stand:
+    """Buffers, sink and groups; `options` are those of `build_buffers`."""
+    parallel, model = parallel or parallel_shape(), model or model_shape()
+    specs, recorder = model_spec(model, parallel), Recorder()
+    groups = build_rank_groups(parallel, rank, model.num_query_groups, recorder)
+    buffers, params = build_buffers(specs, parallel, rank, **options)
     sink = MainGradients(buffers, groups, overlap=overlap)
+    physicals = tuple(p for p in physical_params(specs) if p.name in buffers.params)
     return Stand(physicals, params, buffers, sink, groups, recorder)
 
 

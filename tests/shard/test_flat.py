@@ -9,9 +9,9 @@ from megatron_lite.spec.physical import PhysicalParam, physical_params
 from tests.shard.stand import model_shape, parallel_shape, small_layout
 
 
-def physicals(num_layers: int = 2, **parallel: int) -> tuple[PhysicalParam, ...]:
+def physicals(num_layers: int = 2, tp: int = 1) -> tuple[PhysicalParam, ...]:
     model = model_shape(num_layers=num_layers)
-    return physical_params(model_spec(model, parallel_shape(**parallel)))
+    return physical_params(model_spec(model, parallel_shape(tp=tp)))
 
 
 def test_default_bucket_size_is_megatrons() -> None:
