@@ -5,12 +5,14 @@ imported only when a process group is made. Invariant: gloo on the CPU and NCCL 
 whatever a flag says, because the other pairs do not exist or do not work.
 """
 
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 
 from megatron_lite.errors import UserError
 from megatron_lite.mesh.failure_board import StoreBoard
 from megatron_lite.mesh.guard import RunStatus, run_guarded
-from megatron_lite.mesh.world import WorldInfo, detect_world
+from megatron_lite.mesh.world import RENDEZVOUS_VARIABLE, WorldInfo, detect_world
 
 __all__ = [
     "RunStatus",
@@ -19,7 +21,26 @@ __all__ = [
     "finish_distributed",
     "init_distributed",
     "run_guarded",
+    "run_program",
 ]
+
+
+def run_program(main: Callable[[WorldInfo, RunStatus], int], environ: Mapping[str, str]) -> int:
+    """Find this process's place among the ranks, run `main` guarded, return the exit code.
+
+    An environment that contradicts itself is told by each process: no rank knows which
+    one it is.
+    """
+    status = RunStatus()
+    try:
+        info = detect_world(environ)
+    except UserError as error:
+        return run_guarded(partial(_refuse, error), WorldInfo(), status=status, environ=environ)
+    return run_guarded(partial(main, info, status), info, status=status, environ=environ)
+
+
+def _refuse(error: UserError) -> int:
+    raise error
 
 
 def init_distributed(
@@ -37,7 +58,7 @@ def init_distributed(
     Comm: rendezvous at `info.rendezvous`.
 
     Raises:
-        UserError: no such device, or the ranks did not meet in time.
+        UserError: no such device, no place to meet, or the ranks did not meet in time.
     """
     import torch
     import torch.distributed as dist
@@ -52,6 +73,13 @@ def init_distributed(
         torch.cuda.set_device(info.local_rank)
     if info.world_size == 1 or dist.is_initialized():
         return
+    if not info.rendezvous:
+        raise UserError(
+            f"{info.world_size} ranks, but no place to meet: start them with torchrun, srun or "
+            "mpirun (where that spans nodes, set MASTER_ADDR and MASTER_PORT to rank 0's host "
+            f"and a free port, or {RENDEZVOUS_VARIABLE}=file:///path on a shared disk); for one "
+            "process unset WORLD_SIZE"
+        )
     timeout = timedelta(minutes=timeout_minutes)
     try:
         store, _, _ = next(

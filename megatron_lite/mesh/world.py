@@ -20,8 +20,9 @@ _DEFAULT_PORT = 29500
 class WorldInfo:
     """What a process knows of its world before it talks to anybody.
 
-    `rendezvous` is the address where the ranks meet ("tcp://host:port", "file:///path";
-    empty for one process); `launcher` names the environment it was read from.
+    `rendezvous` is the address where the ranks meet ("tcp://host:port", "file:///path");
+    empty for one process, and where nothing names a place: a configuration can be checked
+    for a world that nobody started. `launcher` names the environment all this is from.
     """
 
     rank: int = 0
@@ -65,11 +66,6 @@ def detect_world(environ: Mapping[str, str]) -> WorldInfo:
 def _from_torchrun(environ: Mapping[str, str]) -> WorldInfo:
     """RANK and WORLD_SIZE, as torchrun, PyTorchJob and Ray set them."""
     size = _number(environ, "WORLD_SIZE", 1)
-    if "RANK" not in environ and size > 1:
-        raise UserError(
-            f"WORLD_SIZE={size} is set but RANK is not: start the ranks with torchrun, srun or "
-            "mpirun, or unset WORLD_SIZE to run one process"
-        )
     if "WORLD_SIZE" not in environ and environ.get("RANK", "0") != "0":
         raise UserError(f"RANK={environ['RANK']} is set but WORLD_SIZE is not")
     local_rank = _number(environ, "LOCAL_RANK", 0)
@@ -171,10 +167,7 @@ def _meeting_point(environ: Mapping[str, str], size: int, host: str | None, key:
         return environ[RENDEZVOUS_VARIABLE]
     host = environ.get("MASTER_ADDR") or host
     if host is None:
-        raise UserError(
-            f"{size} ranks, but no place to meet: set MASTER_ADDR (and MASTER_PORT) to a host "
-            f"and free port of rank 0, or {RENDEZVOUS_VARIABLE}=file:///path on a shared disk"
-        )
+        return ""
     port = _DEFAULT_PORT
     if key:
         # From the job's id, so that two jobs on one node do not meet; below the range from

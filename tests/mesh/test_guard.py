@@ -15,6 +15,7 @@ import pytest
 
 from megatron_lite.errors import UserError
 from megatron_lite.mesh.guard import RunStatus, describe, run_guarded
+from megatron_lite.mesh.launch import run_program
 from megatron_lite.mesh.world import WorldInfo
 from tests.mesh.rank_program import main
 from tests.pool import REPOSITORY, RankExit, fork_ranks, run_ranks
@@ -154,3 +155,22 @@ def test_torchrun_does_not_kill_the_speaker(tmp_path: Path) -> None:
     assert ended.stderr.count(message) == 1
     status = json.loads((tmp_path / "exit_status.json").read_text())
     assert status == {"code": 3, "reason": message, "rank": 1, "step": 2}
+
+
+def test_an_unreadable_environment_is_told_without_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def program(info: WorldInfo, status: RunStatus) -> int:
+        raise AssertionError("not reached")
+
+    assert run_program(program, {"RANK": "one", "WORLD_SIZE": "2"}) == 2
+    assert capsys.readouterr().err == "RANK='one' in the environment is not a number\n"
+
+
+def test_a_program_gets_its_place(tmp_path: Path) -> None:
+    def program(info: WorldInfo, status: RunStatus) -> int:
+        status.save_dir, status.step = tmp_path, 7
+        return info.world_size
+
+    assert run_program(program, {}) == 1
+    assert json.loads((tmp_path / "exit_status.json").read_text())["step"] == 7

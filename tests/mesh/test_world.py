@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_lite.errors import UserError
+from megatron_lite.mesh.launch import init_distributed
 from megatron_lite.mesh.world import WorldInfo, detect_world
 
 
@@ -101,16 +102,23 @@ def test_open_mpi_on_one_node() -> None:
     assert world.rendezvous.startswith("tcp://127.0.0.1:")
 
 
-def test_open_mpi_on_several_nodes_asks_for_a_meeting_point() -> None:
+def test_open_mpi_on_several_nodes_meets_where_master_addr_says() -> None:
     environ = {
         "OMPI_COMM_WORLD_RANK": "2",
         "OMPI_COMM_WORLD_SIZE": "4",
         "OMPI_COMM_WORLD_LOCAL_RANK": "0",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     }
-    with pytest.raises(UserError, match="MASTER_ADDR"):
-        detect_world(environ)
     assert detect_world({**environ, "MASTER_ADDR": "h"}).rendezvous == "tcp://h:29500"
+    with pytest.raises(UserError, match=r"no place to meet.*MASTER_ADDR"):
+        init_distributed(detect_world(environ), "cpu")
+
+
+def test_a_world_that_nobody_started_can_be_checked_but_not_run() -> None:
+    world = detect_world({"WORLD_SIZE": "8"})
+    assert (world.rank, world.world_size, world.rendezvous) == (0, 8, "")
+    with pytest.raises(UserError, match=r"8 ranks, but no place to meet.*unset WORLD_SIZE"):
+        init_distributed(world, "cpu")
 
 
 def test_mpich() -> None:
@@ -128,11 +136,9 @@ def test_mpich() -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({"WORLD_SIZE": "8"}, "RANK is not"),
         ({"RANK": "3"}, "WORLD_SIZE is not"),
         ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK='two'"),
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}, "rank 4 is outside 0..3"),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "MASTER_ADDR"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK"),
     ],
 )
