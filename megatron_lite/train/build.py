@@ -9,7 +9,6 @@ early; and the data starts at the cursor, which the checkpoint knows.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -47,9 +46,10 @@ from megatron_lite.spec.params import ParamSpec, model_spec
 from megatron_lite.telemetry.facade import Telemetry
 from megatron_lite.train.dump import DebugDump
 from megatron_lite.train.parts import Core, Parts
-from megatron_lite.train.restore import load_run
+from megatron_lite.train.restore import load_run, plain_json
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.summary import announce
+from megatron_lite.train.weights_hash import hash_weights
 
 
 @contextmanager
@@ -89,6 +89,8 @@ def build_run(
         core.facts = describe_run(config, plan, datasets, tokenizer)
         state, notes = start_state(core)
         parts = build_parts(core, state, datasets, info, signals, stack)
+        if config.check_weights_hash:
+            notes = (*notes, f"logical hash of the weights: {hash_weights(core)}")
         announce(parts, tokenizer, notes)
         yield parts, state
         status.phase = "shutdown"
@@ -130,7 +132,7 @@ def build_core(
     config: Config, plan: Plan, grids: Grids, groups: Groups, info: WorldInfo, device_name: str
 ) -> Core:
     """Build everything that holds tensors of the model."""
-    device = torch.device(device_name, info.local_rank if device_name == "cuda" else None)
+    device = torch.device("cuda", info.local_rank) if device_name == "cuda" else torch.device("cpu")
     coordinates = {
         "dense": grids.dense.coordinate(info.rank),
         "expert": grids.expert.coordinate(info.rank),
@@ -241,20 +243,44 @@ def build_dump(config: Config, plan: Plan, groups: Groups) -> DebugDump | None:
 def describe_run(
     config: Config, plan: Plan, datasets: Datasets, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """What must not change unnoticed between a checkpoint and its continuation."""
-    data = datasets.fingerprint()
+    """What must not change unnoticed between a checkpoint and its continuation.
+
+    Keys are the configuration fields that decide a value, the words of
+    `--allow-resume-change`.
+    """
+    model, data = plan.model, datasets.fingerprint()
+    # Checked as fields of their own, or evaluation data, which changes no step.
+    elsewhere = ("seed", "sequence_length", "split", "valid", "test")
     facts = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "vocab_size": model.vocab_size,
+        "seq_length": model.seq_length,
+        "position_embedding_type": model.position,
+        "rotary_base": dataclasses.asdict(model.rotary) if model.rotary else None,
+        "normalization": model.normalization,
+        "layernorm_epsilon": model.norm_epsilon,
+        "layernorm_zero_centered_gamma": model.norm_one_plus,
+        "swiglu": [model.activation, model.gated],
+        "add_bias_linear": model.linear_bias,
+        "add_qkv_bias": model.qkv_bias,
+        "qk_layernorm": model.qk_norm,
+        "untie_embeddings_and_output_weights": not model.tied,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
         "seed": config.seed,
-        "model": dataclasses.asdict(plan.model),
-        "tokenizer": tokenizer.fingerprint(),
-        # Other evaluation data changes no step.
-        "data": {key: data[key] for key in data if key not in ("valid", "test")},
         "global_batch_size": plan.batch.ramp,
         "optimizer": config.optimizer,
         "legacy_loss_normalization": config.legacy_loss_normalization,
+        "tokenizer_type": tokenizer.fingerprint(),
+        "split": data["split"],
+        "data_path": {key: data[key] for key in data if key not in elsewhere},
     }
-    plain: dict[str, Any] = json.loads(json.dumps(facts))
-    return plain
+    return plain_json(facts)
 
 
 def start_state(core: Core) -> tuple[TrainState, tuple[str, ...]]:

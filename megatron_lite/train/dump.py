@@ -93,6 +93,13 @@ class DebugDump:
             path = self._directory / f"step_{iteration:07d}.json"
             path.write_text(json.dumps(record, indent=1) + "\n")
 
+    def has_step(self, iteration: int) -> bool:
+        """Whether the step's tensors are there already, from an earlier part of the run."""
+        return self._tensor_path(iteration).exists()
+
+    def _tensor_path(self, iteration: int) -> Path:
+        return self._directory / f"step_{iteration:07d}.safetensors"
+
     def _fragment_path(self, iteration: int, rank: int) -> Path:
         return self._directory / f"step_{iteration:07d}.rank{rank:05d}.part"
 
@@ -141,7 +148,7 @@ class DebugDump:
             ShardItem(name, self._dtype.name, values.shape, lambda v=values: _bytes_of(v))  # type: ignore[misc]
             for name, values in whole.items()
         ]
-        self._write(self._directory / f"step_{iteration:07d}.safetensors", items, {})
+        self._write(self._tensor_path(iteration), items, {})
         for rank in range(self._world.size):
             self._files.remove_file(self._fragment_path(iteration, rank))
 
@@ -160,7 +167,7 @@ def _consumed_index(row: Mapping[str, Any]) -> int:
 def _bytes_of(values: np.ndarray[Any, Any]) -> memoryview:
     if values.size == 0:
         return memoryview(b"")
-    return memoryview(np.ascontiguousarray(values)).cast("B")
+    return np.ascontiguousarray(values).data.cast("B")
 
 
 def dump_gradients(dump: DebugDump, step: TrainStep) -> None:
@@ -178,8 +185,12 @@ def dump_gradients(dump: DebugDump, step: TrainStep) -> None:
 
 
 def dump_start(dump: DebugDump, optimizer: Optimizer, iteration: int) -> None:
-    """Write the weights that the run starts from, as those after `iteration` updates."""
-    if dump.weights:
+    """Write the weights that the run starts from, as those after `iteration` updates.
+
+    A continued run leaves the file of the step before it alone. All ranks see the same:
+    nothing is assembled before they have met in `DebugDump.write`.
+    """
+    if dump.weights and not dump.has_step(iteration):
         _collect_weights(dump, optimizer)
         dump.write(iteration, [], {})
 

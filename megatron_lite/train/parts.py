@@ -1,8 +1,8 @@
 """Everything that a run is made of, built once and handed around together.
 
 `Core` computes, `Parts` adds data and reporting. Both are records, not services: `build.py`
-fills them, the step, evaluation, saving and the loop read them. What changes during a run is in `TrainState`, in the tensors of
-`optimizer` and in the position of `rates`.
+fills them, the step, evaluation, saving and the loop read them. What changes during a run
+is in `TrainState`, in the tensors of `optimizer` and in the position of `rates`.
 """
 
 from __future__ import annotations

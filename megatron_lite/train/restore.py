@@ -8,6 +8,8 @@ compared before anything of the run is touched.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,25 +18,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite import __version__
 from megatron_lite.checkpoint.catalog import NoCheckpoint
 from megatron_lite.checkpoint.commit import TRACKER_FILE
 from megatron_lite.checkpoint.load import load_newest
 from megatron_lite.checkpoint.reader import Checkpoint
 from megatron_lite.checkpoint.save import save_checkpoint
 from megatron_lite.checkpoint.tensors import StateEntry
+from megatron_lite.config.resolve import resolved_values
 from megatron_lite.errors import DamagedError, UserError
 from megatron_lite.shard.pieces import StatePiece
 from megatron_lite.telemetry.lines import format_saved, format_saving
 from megatron_lite.train.parts import Core, Parts
 from megatron_lite.train.state import TrainState
 
-STATE_KEYS = ("counters", "schedule", "facts")
+STATE_KEYS = ("config", "counters", "facts", "layout", "schedule", "versions")
 
 
 def entry_name(piece: StatePiece) -> str:
     """Checkpoint name of a piece of state."""
     name = piece.spec.name
     return name if piece.kind == "param" else f"optim/{piece.kind}/{name}"
+
+
+def plain_json(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON gives back of a value, so that saved and present ones compare equal."""
+    plain: dict[str, Any] = json.loads(json.dumps(value))
+    return plain
 
 
 def save_run(parts: Parts, state: TrainState) -> None:
@@ -53,9 +63,12 @@ def save_run(parts: Parts, state: TrainState) -> None:
         iteration,
         entries,
         {
+            "config": plain_json(resolved_values(config, plan.parallel.world_size)),
             "counters": state.to_dict(),
-            "schedule": parts.rates.state_dict(),
             "facts": dict(parts.facts),
+            "layout": plain_json(dataclasses.asdict(plan.parallel)),
+            "schedule": parts.rates.state_dict(),
+            "versions": {"megatron_lite": __version__, "torch": str(torch.__version__)},
         },
         parts.groups.world,
         overwrite=config.overwrite_save,
@@ -179,13 +192,9 @@ def _expected(core: Core) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]
 def _check_facts(core: Core, checkpoint: Checkpoint) -> None:
     """Refuse a resume that would silently be another run."""
     saved: Mapping[str, Any] = checkpoint.state["facts"]
-    allowed = set(core.config.allow_resume_change)
-    unknown = sorted(allowed - set(core.facts))
-    if unknown:
-        raise UserError(
-            f"--allow-resume-change {' '.join(unknown)}: legal fields are "
-            f"{' '.join(sorted(core.facts))}"
-        )
+    allowed = {
+        word.removeprefix("--").replace("-", "_") for word in core.config.allow_resume_change
+    }
     lines = [
         f"\n  {name}: {saved.get(name)!r} in the checkpoint, {value!r} now"
         for name, value in core.facts.items()

@@ -1,0 +1,86 @@
+"""Sample text from a checkpoint: `generate.py --load DIR --prompt TEXT [--greedy]`.
+
+Architecture, precision and tokenizer come from the checkpoint; the layout is that of the
+command: one process, or tensor parallel over all ranks of `torchrun`. Whatever layout wrote
+the checkpoint, the same weights, and therefore the same text, come out.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from megatron_lite.checkpoint.catalog import find_checkpoint
+from megatron_lite.config.schema import Config
+from megatron_lite.errors import UserError
+from megatron_lite.mesh.launch import RunStatus, WorldInfo, detect_world, run_guarded
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line of this tool."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--load", required=True, help="SAVE root or one checkpoint directory")
+    parser.add_argument("--step", type=int, help="this step instead of the newest")
+    parser.add_argument("--prompt", action="append", required=True, help="text; may be repeated")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="per prompt [tokens]")
+    parser.add_argument("--greedy", action="store_true", help="always the most probable token")
+    parser.add_argument("--temperature", type=float, default=0.8, help="logits are divided by it")
+    parser.add_argument("--top-k", type=int, default=0, help="most probable tokens kept; 0: all")
+    parser.add_argument("--top-p", type=float, default=0.95, help="probability mass kept")
+    parser.add_argument("--seed", type=int, default=1234, help="of the draws")
+    parser.add_argument("--tokenizer-model", help="where the tokenizer's file is now")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    return parser
+
+
+def saved_config(state: Any, args: argparse.Namespace, world_size: int) -> Config:
+    """The checkpoint's configuration in this command's layout."""
+    names = {field.name for field in fields(Config)}
+    saved = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in state["config"].items()
+        if name in names
+    }
+    changes: dict[str, Any] = {
+        "tensor_model_parallel_size": world_size,
+        "sequence_parallel": False,
+        "device": args.device,
+    }
+    if args.tokenizer_model is not None:
+        changes["tokenizer_model"] = args.tokenizer_model
+    return replace(Config(), **(saved | changes))
+
+
+def run(args: argparse.Namespace, info: WorldInfo, status: RunStatus) -> int:
+    """Load the weights, then continue every prompt."""
+    from megatron_lite.model.sampling import SamplingOptions, sample_tokens
+    from megatron_lite.train.sample import load_stage
+
+    options = SamplingOptions(args.greedy, args.temperature, args.top_k, args.top_p, args.seed)
+    if args.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
+    found = find_checkpoint(args.load, args.step)
+    config = saved_config(found.manifest.state, args, info.world_size)
+    with load_stage(config, found, info, status) as (stage, tokenizer):
+        for number, prompt in enumerate(args.prompt):
+            tokens = tokenizer.encode(prompt)
+            produced = sample_tokens(
+                stage, tokens, args.max_new_tokens, options, tokenizer.find_special("eod")
+            )
+            text = tokenizer.decode([*tokens, *produced])
+            if info.rank == 0:
+                print(("\n" if number else "") + text, flush=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool on this rank; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    info, status = detect_world(os.environ), RunStatus()
+    return run_guarded(lambda: run(args, info, status), info, status=status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
