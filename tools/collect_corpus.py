@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("folders", nargs="+", metavar="DIR", help="folders, searched in this order")
     add("--output", required=True, help="JSON-lines file to write")
-    add("--max-bytes", type=int, help="stop at this much text (bytes)")
+    add("--max-bytes", type=int, help="take at most this much text (bytes)")
     add("--suffixes", nargs="+", default=list(DEFAULT_SUFFIXES), help="file suffixes to take")
     add("--exclude", nargs="*", default=list(DEFAULT_EXCLUDES), help="folder names to leave out")
     add("--min-file-bytes", type=int, default=MIN_FILE_BYTES, help="smallest file taken (bytes)")

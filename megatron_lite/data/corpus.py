@@ -59,7 +59,7 @@ def collect_corpus(
         folders: searched in this order; where content repeats, the first file counts.
         output: the JSON-lines file, replaced in one step.
         files: which files count.
-        max_bytes: stop taking files when their text reaches this; earlier folders first.
+        max_bytes: take a file only while the text stays within this; earlier folders first.
 
     Raises:
         UserError: no such folder, or nothing found.

@@ -238,17 +238,19 @@ class IndexedDataset:
 
     def _check_index(self) -> None:
         path = idx_path(self.prefix)
+        if len(self.lengths) and self.lengths.min() < 0:
+            raise DamagedError(f"{path}: negative sequence length: damaged")
+        # Sizes before offsets: another project's dtype code is then told as such.
+        promised = int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        if promised != self.bin_bytes:
+            raise DamagedError(self._explain_size(promised))
         start = 0
         for low in range(0, len(self.lengths), CHECK_BLOCK):
-            lengths = self.lengths[low : low + CHECK_BLOCK].astype(np.int64)
-            if lengths.min() < 0:
-                raise DamagedError(f"{path}: negative sequence length: damaged")
+            lengths = self.lengths[low : low + CHECK_BLOCK]
             expected = start + sequence_pointers(lengths, self.dtype.itemsize)
             if not np.array_equal(self.pointers[low : low + CHECK_BLOCK], expected):
                 raise DamagedError(f"{path}: byte pointers do not follow from the lengths: damaged")
-            start += int(lengths.sum()) * self.dtype.itemsize
-        if start != self.bin_bytes:
-            raise DamagedError(self._explain_size(start))
+            start += int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         ends = self.document_indices
         if (
             len(ends) == 0

@@ -102,11 +102,13 @@ def parse_record(line: bytes, keys: Sequence[str]) -> tuple[dict[str, str], dict
         BadRecordError: not UTF-8, not JSON, not an object, or a wanted value is no text.
     """
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise BadRecordError(f"not UTF-8 at byte {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        raise BadRecordError(f"not JSON: {error.msg} (column {error.colno})") from None
     except ValueError as error:
-        raise BadRecordError(f"not JSON: {error}") from None
+        raise BadRecordError(f"not usable JSON: {error}") from None
     except RecursionError:
         raise BadRecordError("not usable JSON: nested too deeply") from None
     if not isinstance(record, dict):
