@@ -57,14 +57,17 @@ def test_norm_ranges_of_all_ranks_hold_every_logical_element_once(
         assert torch.equal(count, torch.ones_like(count)), name
 
 
-def test_vocabulary_padding_is_in_no_range_and_no_piece() -> None:
+# The output layer lies before other parameters of its segment, the embedding behind them.
+@pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "output_layer.weight"])
+def test_vocabulary_padding_is_in_no_range_and_no_piece(name: str) -> None:
     parallel = parallel_shape(tp=4)  # 37 rows padded to 48: rank 3 holds 1 row and 11 of padding
-    layout = small_layout(physical_params(model_spec(model_shape(), parallel)))
-    slot = layout.slots["embedding.word_embeddings.weight"]
+    specs = model_spec(model_shape(tied=False), parallel)
+    layout = small_layout(physical_params(specs), bucket_size=10**9)
+    slot = layout.slots[name]
     padding = (slot.start + 1 * 16, slot.start + slot.numel)
     pieces = find_pieces(layout, {"dense": {"tp": 3, "cp": 0, "dp": 0, "pp": 0}}, parallel)
-    (word,) = (p for p in pieces if p.spec.name == "embedding.word_embeddings.weight")
-    assert word.box.shape == (1, 16)
+    (table,) = (piece for piece in pieces if piece.spec.name == name)
+    assert table.box.shape == (1, 16)
     for _, start, stop in norm_ranges(pieces, {"dense": (0, 1)}):
         assert stop <= padding[0] or start >= padding[1]
 
