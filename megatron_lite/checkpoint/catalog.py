@@ -66,8 +66,8 @@ def read_pointer(root: Path, step: int) -> Pointer:
     """Read published/STEP.json."""
     path = pointer_path(root, step)
     pointer = parse_pointer(read_file(path, MAX_POINTER_BYTES), str(path))
-    if pointer.step != step:
-        raise DamagedError(f"{path}: says step {pointer.step}")
+    if pointer.step != step or not pointer.attempt.startswith(f"{step}-"):
+        raise DamagedError(f"{path}: says step {pointer.step}, attempt {pointer.attempt}")
     return pointer
 
 

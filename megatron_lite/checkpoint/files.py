@@ -66,11 +66,17 @@ class FileSystem:
         return OpenFile(path, os.open(path, flags, FILE_MODE), self._observe)
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """Create `path` exclusively with this content, on the device when it returns."""
+        """Create `path` exclusively with this content, on the device when it returns.
+
+        A file that cannot be written completely is not left behind.
+        """
         file = self.create(path)
         try:
             file.write(data)
             file.sync()
+        except OSError:
+            self.remove_file(path)
+            raise
         finally:
             file.close()
 

@@ -151,7 +151,11 @@ def _create_attempt(
     attempt = attempt_name(step, epoch, secrets.token_hex(8))
     files.ensure_directory(root / "attempts")
     lock = WriterLock(root, attempt, files)
-    files.make_directory(attempt_directory(root, attempt))
+    try:
+        files.make_directory(attempt_directory(root, attempt))
+    except OSError:
+        lock.release()
+        raise
     return {"attempt": attempt, "replace": replace, "notes": notes}, lock
 
 

@@ -61,7 +61,8 @@ def test_any_box_equals_the_slice(
     tensor = tiny_tensors(1)[name]
     offset = tuple(data.draw(st.integers(0, size)) for size in tensor.shape)
     shape = tuple(
-        data.draw(st.integers(0, size - low)) for size, low in zip(tensor.shape, offset, strict=True)
+        data.draw(st.integers(0, size - low))
+        for size, low in zip(tensor.shape, offset, strict=True)
     )
     cut = tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=True))
     assert same_bits(checkpoint.read(name, offset, shape), tensor[cut])
