@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_lite.config.flags import parse_config
 from megatron_lite.config.resolve import resolved_yaml
 from megatron_lite.config.rules import check_config
-from megatron_lite.mesh.launch import RunStatus, WorldInfo, detect_world, run_guarded
+from megatron_lite.mesh.launch import RunStatus, WorldInfo, run_program
 
 
 def run(info: WorldInfo, status: RunStatus) -> int:
@@ -28,8 +28,7 @@ def run(info: WorldInfo, status: RunStatus) -> int:
 
 def main() -> int:
     """Find this process's place among the ranks and run it guarded."""
-    info, status = detect_world(os.environ), RunStatus()
-    return run_guarded(lambda: run(info, status), info, status=status)
+    return run_program(run, os.environ)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ class WeightGradientStore:
     def __init__(self, sink: GradientSink, deferred: bool = False) -> None:
         self._sink = sink
         self._deferred = deferred
-        self._queue: list[tuple[nn.Parameter, Callable[[Tensor], None]]] = []
+        self._queue: list[tuple[nn.Parameter, Callable[[Tensor], object]]] = []
 
     def put(
-        self, param: nn.Parameter, accumulate: Callable[[Tensor], None], deferrable: bool = False
+        self, param: nn.Parameter, accumulate: Callable[[Tensor], object], deferrable: bool = False
     ) -> None:
         """Add one contribution.
 
@@ -77,7 +77,7 @@ class WeightGradientStore:
         for param, accumulate in queue:
             self._run(param, accumulate)
 
-    def _run(self, param: nn.Parameter, accumulate: Callable[[Tensor], None]) -> None:
+    def _run(self, param: nn.Parameter, accumulate: Callable[[Tensor], object]) -> None:
         with torch.no_grad():
             accumulate(self._sink.main_grad(param))
         self._sink.written(param)

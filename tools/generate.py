@@ -10,12 +10,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from megatron_lite.checkpoint.catalog import find_checkpoint
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
-from megatron_lite.mesh.launch import RunStatus, WorldInfo, detect_world, run_guarded
+from megatron_lite.mesh.launch import RunStatus, WorldInfo, run_program
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -78,8 +79,7 @@ def run(args: argparse.Namespace, info: WorldInfo, status: RunStatus) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool on this rank; returns the exit code."""
     args = build_parser().parse_args(argv)
-    info, status = detect_world(os.environ), RunStatus()
-    return run_guarded(lambda: run(args, info, status), info, status=status)
+    return run_program(partial(run, args), os.environ)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,9 @@ def self_attention(
     else:
         mixed = core(q, k, v)
     return row_parallel_linear(
-        mixed, parts.params[f"{prefix}.linear_proj.weight"], parts.tp_group,
-        parts.sequence_parallel, mb,
+        mixed,
+        parts.params[f"{prefix}.linear_proj.weight"],
+        parts.tp_group,
+        parts.sequence_parallel,
+        mb,
     )

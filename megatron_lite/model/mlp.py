@@ -35,6 +35,9 @@ def mlp(parts: StageParts, layer: int, x: Tensor, mb: MicrobatchContext) -> Tens
     )
     inner = activate(inner, parts.shape.activation, parts.shape.gated)
     return row_parallel_linear(
-        inner, parts.params[f"{prefix}.linear_fc2.weight"], parts.tp_group,
-        parts.sequence_parallel, mb,
+        inner,
+        parts.params[f"{prefix}.linear_fc2.weight"],
+        parts.tp_group,
+        parts.sequence_parallel,
+        mb,
     )

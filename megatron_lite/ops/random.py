@@ -30,7 +30,7 @@ PURPOSES = {
 
 
 def philox4x32(
-    counter: tuple[Tensor, Tensor, Tensor | int, Tensor | int], key: tuple[int, int]
+    counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int], key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run ten rounds of Philox4x32.
 
@@ -41,18 +41,15 @@ def philox4x32(
     Returns:
         Four tensors of 32-bit words in int64.
     """
-    c0, c1, c2, c3 = counter
+    c0, c1, c2, c3 = (torch.as_tensor(word) for word in counter)
     k0, k1 = key
     for _ in range(10):
         # int64 products wrap modulo 2^64, so both halves of the 64-bit product survive.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        if isinstance(p1, int):
-            high1, low1 = p1 >> 32, p1 & _MASK
-        else:
-            high1, low1 = (p1 >> 32) & _MASK, p1 & _MASK
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        high0, high1 = (p0 >> 32) & _MASK, (p1 >> 32) & _MASK
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, p1 & _MASK, high0 ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, torch.as_tensor(c1), torch.as_tensor(c2), c3
+    return c0, c1, c2, c3
 
 
 def seed_key(seed: int) -> tuple[int, int]:

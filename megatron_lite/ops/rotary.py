@@ -36,7 +36,9 @@ def inverse_frequencies(rotary: RotaryShape, dtype: torch.dtype) -> Tensor:
     return frequencies
 
 
-def rotary_table(rotary: RotaryShape, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    rotary: RotaryShape, positions: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, each [s, dim/2] of `dtype`."""
     scaled = positions.to(dtype) / rotary.interpolation_factor
     angles = torch.outer(scaled, inverse_frequencies(rotary, dtype).to(positions.device))

@@ -106,9 +106,7 @@ class _Table:
         if self.model.normalization == "LayerNorm":
             self.vector(f"{name}.bias", length, use, partial)
 
-    def column(
-        self, name: str, rows: int, use: str, bias: bool, parts: int | None = None
-    ) -> None:
+    def column(self, name: str, rows: int, use: str, bias: bool, parts: int | None = None) -> None:
         """A column-parallel linear: weight [rows, h] and bias [rows] cut over dim 0."""
         tp, h = self.parallel.tp, self.model.hidden_size
         parts = tp if parts is None else min(parts, tp)

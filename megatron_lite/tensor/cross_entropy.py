@@ -194,9 +194,7 @@ def head_cross_entropy(
     )
 
 
-def vocabulary_logits(
-    hidden: Tensor, weight: Tensor, vocab_size: int, tp_group: Group
-) -> Tensor:
+def vocabulary_logits(hidden: Tensor, weight: Tensor, vocab_size: int, tp_group: Group) -> Tensor:
     """Full logits for sampling: [s, b, h] -> [s, b, v], replicated over tp. No gradient.
 
     Comm: all-gather of s*b*padded_v elements.

@@ -1,7 +1,8 @@
 """Compare two runs phase by phase, in the order in which an error would spread.
 
 The phases are data (which samples), init (weights before step 1), activation, loss,
-gradient, norm, update. The first difference names the phase and the tensor; later ones usually follow from it.
+gradient, norm, update. The first difference names the phase and the tensor; later ones
+usually follow from it.
 """
 
 from __future__ import annotations
@@ -143,6 +144,8 @@ def _compare_updates(
             if not value <= limits.weight:
                 yield Difference("update", f"{name} (max abs)", last, value, limits.weight)
     change = {n: values.astype(np.float64) - start[n] for n, values in wanted.items()}
-    moved = {n: values.astype(np.float64) - start_got[n] for n, values in got.items() if n in start_got}
+    moved = {
+        n: values.astype(np.float64) - start_got[n] for n, values in got.items() if n in start_got
+    }
     floor = limits.floor * _global_norm(change)
     yield from _tensor_differences(change, moved, "update", last, limits.update, floor)

@@ -41,7 +41,7 @@ def run_stage(plan, options=None, deferred=False):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_equal_plain_autograd(family):
     plan = build_plan_of(FAMILIES[family])
-    stage, sink, loss, grads, mb = run_stage(plan)
+    stage, _, loss, grads, mb = run_stage(plan)
     weights = {
         spec.name: piece.detach().clone().requires_grad_()
         for spec, piece in logical_pieces(stage, ORIGIN, lambda p: p.data)
@@ -57,7 +57,7 @@ def test_loss_and_gradients_equal_plain_autograd(family):
     assert grads.keys() == weights.keys()
     for name, grad in grads.items():
         wanted = weights[name].grad
-        assert wanted is not None and wanted.norm() > 0 or name.endswith("linear_k.bias"), name
+        assert (wanted is not None and wanted.norm() > 0) or name.endswith("linear_k.bias"), name
         assert (grad - wanted).norm() <= 1e-11 * max(wanted.norm().item(), 1e-3), name
 
 
@@ -71,7 +71,12 @@ def test_every_parameter_reports_one_contribution_per_use(family):
 @pytest.mark.parametrize("model", [LLAMA, replace(GPT2, hidden_dropout=0.1, attention_dropout=0.1)])
 @pytest.mark.parametrize(
     ("recompute", "method", "layers"),
-    [("selective", "uniform", 1), ("full", "uniform", 1), ("full", "uniform", 2), ("full", "block", 1)],
+    [
+        ("selective", "uniform", 1),
+        ("full", "uniform", 1),
+        ("full", "uniform", 2),
+        ("full", "block", 1),
+    ],
 )
 def test_recomputation_changes_no_bit(model, recompute, method, layers):
     _, _, loss, grads, _ = run_stage(build_plan_of(model))

@@ -169,7 +169,8 @@ def replace_fp32_parts(peer: torch.nn.Module, shape: ModelShape, monkeypatch) ->
     """Let the peer's RMSNorm and rotary tables compute in fp64."""
 
     def norm_forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return x * torch.rsqrt(variance + self.variance_epsilon) * self.weight
 
     def rotary_forward(self, x, position_ids):
         angles = position_ids[:, :, None].double() * exact[None, None, :]

@@ -40,9 +40,8 @@ def test_owned_boxes_tile_every_logical_tensor_exactly_once(family, tp, dp):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layouts_change_no_name_shape_or_law(family):
     def facts(parallel):
-        return [
-            (s.name, s.shape, s.init, s.decay, s.uses) for s in model_spec(FAMILIES[family], parallel)
-        ]
+        specs = model_spec(FAMILIES[family], parallel)
+        return [(s.name, s.shape, s.init, s.decay, s.uses) for s in specs]
 
     assert facts(parallel_of(1)) == facts(parallel_of(4, 2, sp=True))
 
@@ -96,7 +95,8 @@ def test_fused_tensors_hold_their_logical_pieces_in_order():
         ("linear_v", 24, 8),
     ]
     assert qkv.shape == (32, 32)
-    assert physical_name("decoder.layers.3.mlp.linear_up.bias") == "decoder.layers.3.mlp.linear_fc1.bias"
+    up = "decoder.layers.3.mlp.linear_up.bias"
+    assert physical_name(up) == "decoder.layers.3.mlp.linear_fc1.bias"
 
 
 def test_only_matrices_decay_and_outputs_start_smaller():
