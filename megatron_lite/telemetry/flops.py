@@ -134,23 +134,24 @@ def count_rank_gemm_flops(
     *,
     samples: int,
     layers: int,
-    has_head: bool,
+    head_rows: int,
     recompute: str = "none",
     recomputed_layers: int | None = None,
     selective_products: int = 2,
 ) -> RankGemmFlops:
     """Count the matrix products that one rank executes, closed form.
 
-    Unlike model FLOPs this includes vocabulary padding, replicated KV heads and
-    recomputation. `torch.utils.flop_counter` counts the same for the plain matmul path; a
-    fused attention backward that recomputes its scores counts one more product per layer.
+    Unlike model FLOPs this includes replicated KV heads and recomputation.
+    `torch.utils.flop_counter` counts the same on the explicit attention path once it is told
+    of `addmm_`; of the CPU's fused attention it knows nothing.
 
     Args:
         model: the model's shape.
         parallel: sizes of the axes; tp and cp divide the work of a sample.
         samples: samples this rank works on in the step (num_microbatches * mbs).
         layers: transformer layers on this rank.
-        has_head: whether this rank's stage ends with the output projection.
+        head_rows: vocabulary rows this rank multiplies by in the output projection (its
+            share without padding rows); 0 where the stage has no head.
         recompute: "none", "selective" (core attention) or "full" (whole layers).
         recomputed_layers: layers that are recomputed under "full"; None = all.
         selective_products: attention products run again under "selective": 2 when core
@@ -167,10 +168,7 @@ def count_rank_gemm_flops(
     linear_forward = FLOPS_PER_MULTIPLY_ADD * tokens * weights * layers
     product = FLOPS_PER_MULTIPLY_ADD * tokens * model.seq_length * local_query  # one layer
     attention_forward = 2 * product * layers
-    head_forward = 0
-    if has_head:
-        local_vocab = model.padded_vocab_size(parallel.tp) // parallel.tp
-        head_forward = FLOPS_PER_MULTIPLY_ADD * tokens * model.hidden_size * local_vocab
+    head_forward = FLOPS_PER_MULTIPLY_ADD * tokens * model.hidden_size * head_rows
 
     again = 0
     if recompute == "selective":

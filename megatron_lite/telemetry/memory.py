@@ -2,8 +2,8 @@
 
 One function serves the start-up summary, the planner and the tests that compare it with
 measured bytes. State (parameters, gradients, masters, moments) is exact; activations are
-what the modules save for the backward pass by construction, an estimate without
-allocator overhead, temporaries and communication buffers. MiB = 2**20 bytes.
+what the modules keep for the backward pass, without allocator overhead, temporaries of
+single operations and communication buffers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StateSharding:
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """Bytes of one rank by purpose. `total` is their sum at the peak of a step."""
+    """Bytes of one rank by purpose."""
 
     parameters_bytes: int
     main_grads_bytes: int
@@ -108,73 +108,176 @@ def estimate_state_bytes(
     return parameters, grads, masters, moments
 
 
-def layer_input_elements(model: ModelShape, parallel: ParallelShape, samples: int) -> int:
-    """Elements of one residual-stream tensor on a rank: s*b*h, cut by cp and under SP by tp."""
-    tokens = _ceil_div(model.seq_length, parallel.cp) * samples
-    sequence_parts = parallel.tp if parallel.sequence_parallel else 1
-    return _ceil_div(tokens, sequence_parts) * model.hidden_size
+@dataclass(frozen=True)
+class ActivationShape:
+    """What one microbatch of one rank looks like to the activation formulas.
 
-
-def layer_activation_elements(
-    model: ModelShape, parallel: ParallelShape, samples: int, *, keep_attention: bool
-) -> int:
-    """Elements one layer saves for its backward pass, compute dtype.
-
-    Saved: both norms' inputs and outputs (only this rank's sequence slice under SP), q, k,
-    v, the attention context, fc1's output and fc2's input (cut over tp). With
-    `keep_attention` also the [n/tp, s, s] probabilities of each sample, twice when they
-    are dropped out. Dropout masks are recomputed from their counters, never saved.
+    Attributes:
+        model: architecture; dropout rates decide whether masks are kept.
+        parallel: tp cuts heads and ffn, cp the sequence, SP also the residual stream.
+        precision: compute dtype; statistics and softmax are fp32 (fp64 under fp64).
+        samples: of the microbatch.
+        fused_attention: the fused kernel runs where there is no attention dropout.
     """
-    tokens = _ceil_div(model.seq_length, parallel.cp) * samples
-    local_query = model.num_attention_heads // parallel.tp * model.kv_channels
-    local_kv = local_kv_heads(model, parallel.tp) * model.kv_channels
-    local_ffn = _ceil_div(model.ffn_hidden_size, parallel.tp)
+
+    model: ModelShape
+    parallel: ParallelShape
+    precision: PrecisionShape
+    samples: int
+    fused_attention: bool = True
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return DTYPE_BYTES[self.precision.compute]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a statistic, probability or logit."""
+        return wide_bytes(self.precision)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens inside a tensor-parallel region."""
+        return _ceil_div(self.model.seq_length, self.parallel.cp) * self.samples
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of the residual stream, a slice of them under sequence parallelism."""
+        parts = self.parallel.tp if self.parallel.sequence_parallel else 1
+        return _ceil_div(self.tokens, parts)
+
+    @property
+    def stream_bytes(self) -> int:
+        """One hidden-state tensor [s_local, b, h]."""
+        return self.stream_tokens * self.model.hidden_size * self.narrow
+
+    @property
+    def statistics(self) -> int:
+        """Numbers a norm keeps per row."""
+        return 2 if self.model.normalization == "LayerNorm" else 1
+
+    @property
+    def explicit_attention(self) -> bool:
+        """Whether [s, s] probabilities are formed."""
+        return self.model.attention_dropout > 0.0 or not self.fused_attention
+
+
+def wide_bytes(precision: PrecisionShape) -> int:
+    """Bytes of what is never below fp32."""
+    return 8 if precision.compute == "float64" else 4
+
+
+def probability_bytes(shape: ActivationShape) -> int:
+    """What explicit attention keeps per layer beyond q, k and v.
+
+    Per pair the softmax (wide), its compute-dtype or dropped-out copy, the dropout mask;
+    once the causal mask.
+    """
+    dropping = shape.model.attention_dropout > 0.0
+    per_pair = shape.wide
+    if dropping or shape.narrow != shape.wide:
+        per_pair += shape.narrow
+    if dropping:
+        per_pair += 1
+    heads = shape.model.num_attention_heads // shape.parallel.tp
+    s = shape.model.seq_length
+    return heads * shape.tokens * s * per_pair + s * s
+
+
+def attention_bytes(shape: ActivationShape, keep_probabilities: bool) -> int:
+    """What the attention core of one layer keeps: q, k, v, the context and its statistics."""
+    model, parallel = shape.model, shape.parallel
+    heads = model.num_attention_heads // parallel.tp
+    kv_heads = local_kv_heads(model, parallel.tp)
+    query, kv = heads * model.kv_channels, kv_heads * model.kv_channels
+    fused_qkv = query + 2 * kv
+    elements = query  # the context, input of the projection
+    extra = 0
+    if keep_probabilities and shape.explicit_attention:
+        # Per-head copies replace the fused tensor, which q/k norms still need.
+        elements += fused_qkv * (2 if model.qk_norm else 1)
+        extra = probability_bytes(shape)
+    else:
+        # v stays a view of the fused tensor; rotary and q/k norm make new q and k.
+        elements += fused_qkv
+        if model.qk_norm or model.rotary is not None:
+            elements += query + kv
+        if keep_probabilities:
+            extra = heads * shape.tokens * shape.wide  # log-sum-exp
+    if model.qk_norm:
+        extra += shape.tokens * (heads + kv_heads) * shape.statistics * shape.wide
+    return elements * shape.tokens * shape.narrow + extra
+
+
+def layer_bytes(shape: ActivationShape, keep_probabilities: bool = True) -> int:
+    """What one layer keeps for its backward pass.
+
+    Args:
+        shape: the microbatch.
+        keep_probabilities: False under selective recomputation.
+    """
+    model = shape.model
+    # Both norms' inputs and outputs: only this rank's slice under sequence parallelism.
+    total = 4 * shape.stream_bytes
+    total += 2 * shape.stream_tokens * shape.statistics * shape.wide
+    if model.hidden_dropout > 0.0:
+        total += 2 * shape.stream_tokens * model.hidden_size  # one byte per element
+    total += attention_bytes(shape, keep_probabilities)
+    ffn = _ceil_div(model.ffn_hidden_size, shape.parallel.tp)
     fc1_outputs = 2 if model.gated else 1
-    elements = 4 * layer_input_elements(model, parallel, samples)
-    elements += tokens * (2 * local_query + 2 * local_kv + (fc1_outputs + 1) * local_ffn)
-    if keep_attention:
-        copies = 2 if model.attention_dropout > 0.0 else 1
-        heads = model.num_attention_heads // parallel.tp
-        elements += copies * heads * tokens * model.seq_length
-    return elements
+    return total + (fc1_outputs + 1) * ffn * shape.tokens * shape.narrow
+
+
+def end_bytes(shape: ActivationShape) -> int:
+    """What is kept once per microbatch, outside the layers.
+
+    The final norm's input and statistics, the head's input gradient, rotary tables, token
+    ids with their vocabulary mask (8 + 1 bytes), the dropout mask behind the embedding.
+    """
+    model = shape.model
+    total = 2 * shape.stream_bytes + shape.stream_tokens * shape.statistics * shape.wide
+    if model.rotary is not None:
+        total += model.seq_length * model.rotary.dim * shape.wide  # cosine and sine
+    if model.hidden_dropout > 0.0:
+        total += shape.stream_tokens * model.hidden_size
+    return total + 9 * shape.tokens
 
 
 def estimate_activation_bytes(
-    model: ModelShape,
-    parallel: ParallelShape,
-    precision: PrecisionShape,
-    *,
-    micro_batch_size: int,
+    shape: ActivationShape,
     layers: int,
+    *,
     recompute: str = "none",
     recomputed_layers: int | None = None,
+    recompute_group: int = 1,
     microbatches_in_flight: int = 1,
 ) -> int:
-    """Bytes of saved activations on one rank at the peak of a step.
+    """Bytes kept between forward and backward on one rank, at the peak of a step.
 
     Args:
-        micro_batch_size: samples of a microbatch.
+        shape: one microbatch.
         layers: transformer layers on this rank.
-        recompute: "none", "selective" (attention probabilities are not kept) or "full"
-            (only the layer's input is kept, plus one layer at work).
+        recompute: "none", "selective" (the attention core) or "full" (whole layers).
         recomputed_layers: layers under "full"; None = all.
+        recompute_group: layers that are recomputed together.
         microbatches_in_flight: microbatches whose backward pass is outstanding.
+
+    Returns:
+        What is kept plus, with recomputation, what one recomputed region brings back.
     """
-    keep = recompute == "none"
-    one_layer = layer_activation_elements(model, parallel, micro_batch_size, keep_attention=keep)
-    one_input = layer_input_elements(model, parallel, micro_batch_size)
-    working = 0
-    if recompute == "full":
+    one_layer = layer_bytes(shape)
+    kept, working = layers * one_layer, 0
+    if recompute == "selective":
+        kept = layers * layer_bytes(shape, keep_probabilities=False)
+        if shape.explicit_attention:
+            working = probability_bytes(shape)
+    elif recompute == "full":
         light = layers if recomputed_layers is None else min(recomputed_layers, layers)
-        one_layer = layer_activation_elements(
-            model, parallel, micro_batch_size, keep_attention=True
-        )
-        elements = light * one_input + (layers - light) * one_layer
-        working = one_layer if light else 0
-    else:
-        elements = layers * one_layer
-    elements += 2 * one_input  # the final norm's input and output
-    return (elements * microbatches_in_flight + working) * DTYPE_BYTES[precision.compute]
+        groups = _ceil_div(light, recompute_group)
+        kept = groups * shape.stream_bytes + (layers - light) * one_layer
+        working = min(recompute_group, light) * one_layer
+    return (kept + end_bytes(shape)) * microbatches_in_flight + working
 
 
 def estimate_logits_bytes(
@@ -184,13 +287,10 @@ def estimate_logits_bytes(
     *,
     chunk_tokens: int,
 ) -> int:
-    """Bytes of one logits chunk: compute-dtype logits and their softmax/gradient in fp32.
-
-    The softmax is in fp32, fp64 when the compute dtype is.
-    """
+    """Bytes of one logits chunk: fp32 (fp64 under fp64), and the compute dtype if narrower."""
     local_vocab = model.padded_vocab_size(parallel.tp) // parallel.tp
-    softmax = "float64" if precision.compute == "float64" else "float32"
-    per_logit = DTYPE_BYTES[precision.compute] + DTYPE_BYTES[softmax]
+    wide, narrow = wide_bytes(precision), DTYPE_BYTES[precision.compute]
+    per_logit = wide if narrow == wide else wide + narrow
     return chunk_tokens * local_vocab * per_logit
 
 
@@ -207,8 +307,10 @@ def estimate_memory(
     sharding: StateSharding | None = None,
     recompute: str = "none",
     recomputed_layers: int | None = None,
+    recompute_group: int = 1,
     microbatches_in_flight: int = 1,
     logits_chunk_tokens: int | None = None,
+    fused_attention: bool = True,
 ) -> MemoryLedger:
     """Fill the ledger of one rank. Arguments are those of the three estimates above.
 
@@ -217,18 +319,18 @@ def estimate_memory(
     parameters, grads, masters, moments = estimate_state_bytes(
         local_elements, precision, optimizer=optimizer, sharding=sharding
     )
+    shape = ActivationShape(model, parallel, precision, micro_batch_size, fused_attention)
     activations = estimate_activation_bytes(
-        model,
-        parallel,
-        precision,
-        micro_batch_size=micro_batch_size,
-        layers=layers,
+        shape,
+        layers,
         recompute=recompute,
         recomputed_layers=recomputed_layers,
+        recompute_group=recompute_group,
         microbatches_in_flight=microbatches_in_flight,
     )
-    tokens = _ceil_div(model.seq_length, parallel.cp) * micro_batch_size
-    chunk = tokens if logits_chunk_tokens is None else min(logits_chunk_tokens, tokens)
+    chunk = shape.tokens
+    if logits_chunk_tokens is not None:
+        chunk = min(chunk, logits_chunk_tokens)
     logits = 0
     if has_head:
         logits = estimate_logits_bytes(model, parallel, precision, chunk_tokens=chunk)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron_lite.telemetry.memory import (
+    ActivationShape,
     StateSharding,
     estimate_activation_bytes,
     estimate_logits_bytes,
@@ -42,59 +45,64 @@ def test_shards_are_rounded_up() -> None:
     )
 
 
-def activations(recompute: str = "none", tp: int = 1, sp: bool = False, **more: int) -> int:
-    return estimate_activation_bytes(
-        tiny_model(),
-        layout(tp, sequence_parallel=sp),
-        FP32,
-        micro_batch_size=2,
-        layers=more.get("layers", 4),
-        recompute=recompute,
-        recomputed_layers=more.get("recomputed_layers"),
-        microbatches_in_flight=more.get("in_flight", 1),
-    )
+def activations(recompute: str = "none", tp: int = 1, sp: bool = False, **more: Any) -> int:
+    layers = more.pop("layers", 4)
+    model = tiny_model(**more.pop("model", {}))
+    shape = ActivationShape(model, layout(tp, sequence_parallel=sp), FP32, 2)
+    return estimate_activation_bytes(shape, layers, recompute=recompute, **more)
+
+
+TOKENS = 32 * 2
+STREAM_BYTES = TOKENS * 64 * 4
+# Final norm: input, head gradient, root mean square; token ids and their mask.
+END_BYTES = 2 * STREAM_BYTES + TOKENS * 4 + 9 * TOKENS
 
 
 def test_activations_without_recompute_by_hand() -> None:
-    tokens = 32 * 2
-    stream = 4 * 64  # both norms' inputs and outputs
-    attention = 64 + 32 + 32 + 64  # q, k, v, context
+    stream = 4 * 64 + 2  # both norms' inputs, outputs and root mean squares
+    attention = 64 + 32 + 32 + 64 + 4  # q, k, v, context, log-sum-exp
     mlp = 3 * 128
-    probabilities = 4 * 32
-    layer = tokens * (stream + attention + mlp + probabilities)
-    assert activations() == (4 * layer + 2 * tokens * 64) * 4
+    layer = TOKENS * (stream + attention + mlp) * 4
+    assert activations() == 4 * layer + END_BYTES
 
 
-def test_selective_recompute_drops_exactly_the_probabilities() -> None:
-    assert activations("none") - activations("selective") == 4 * (4 * 32 * 64) * 4
+def test_attention_dropout_keeps_softmax_dropped_copy_and_masks() -> None:
+    dropped = activations(model={"attention_dropout": 0.1}, layers=1)
+    pairs = 4 * TOKENS * 32
+    log_sum_exp = 4 * TOKENS * 4
+    causal_mask = 32 * 32
+    assert dropped - activations(layers=1) == pairs * (4 + 4 + 1) + causal_mask - log_sum_exp
 
 
-def test_full_recompute_keeps_inputs_and_one_layer_at_work() -> None:
-    one_layer = (activations("none", layers=2) - activations("none", layers=1)) // 4
-    one_input = 64 * 64
-    assert activations("full") == (4 * one_input + one_layer + 2 * one_input) * 4
-    assert activations("full", recomputed_layers=1) == (
-        (one_input + 3 * one_layer + one_layer + 2 * one_input) * 4
-    )
+def test_hidden_dropout_keeps_one_byte_per_element_and_place() -> None:
+    dropped = activations(model={"hidden_dropout": 0.1})
+    assert dropped - activations() == (4 * 2 + 1) * TOKENS * 64  # and behind the embedding
 
 
-def test_sequence_parallel_cuts_the_residual_stream_tp_alone_does_not() -> None:
-    stream = (4 * 4 + 2) * 64 * 64 * 4
+def test_selective_recompute_brings_back_the_probabilities_of_one_layer() -> None:
+    model = {"attention_dropout": 0.1}
+    per_layer = 4 * TOKENS * 32 * 9 + 32 * 32
+    saved = activations("none", model=model) - activations("selective", model=model)
+    assert saved == 3 * per_layer
+
+
+def test_full_recompute_keeps_inputs_and_one_region_at_work() -> None:
+    one_layer = activations("none", layers=2) - activations("none", layers=1)
+    ends = END_BYTES
+    assert activations("full") == 4 * STREAM_BYTES + one_layer + ends
+    assert activations("full", recompute_group=2) == 2 * STREAM_BYTES + 2 * one_layer + ends
+    assert activations("full", recomputed_layers=1) == STREAM_BYTES + 4 * one_layer + ends
+
+
+def test_sequence_parallel_cuts_everything_tp_alone_leaves_the_residual_stream() -> None:
+    stream = 4 * TOKENS * (4 * 64 + 2) * 4 + END_BYTES
     assert activations(tp=1) - stream == 2 * (activations(tp=2) - stream)
-    assert 2 * activations(tp=2, sp=True) == activations(tp=1)
+    ids = 9 * TOKENS  # of the whole sequence on every rank
+    assert 2 * (activations(tp=2, sp=True) - ids) == activations(tp=1) - ids
 
 
-def test_microbatches_in_flight_multiply_what_is_saved() -> None:
-    assert activations(in_flight=3) == 3 * activations()
-
-
-def test_attention_dropout_keeps_the_probabilities_twice() -> None:
-    def total(dropout: float) -> int:
-        return estimate_activation_bytes(
-            tiny_model(attention_dropout=dropout), layout(), FP32, micro_batch_size=1, layers=1
-        )
-
-    assert total(0.1) - total(0.0) == 4 * 32 * 32 * 4
+def test_microbatches_in_flight_multiply_what_is_kept() -> None:
+    assert activations(microbatches_in_flight=3) == 3 * activations()
 
 
 def test_a_logits_chunk_is_cut_over_tp_with_its_padding() -> None:
@@ -102,7 +110,7 @@ def test_a_logits_chunk_is_cut_over_tp_with_its_padding() -> None:
     assert estimate_logits_bytes(model, layout(2), BF16, chunk_tokens=10) == 10 * 256 * (2 + 4)
 
 
-@pytest.mark.parametrize(("has_head", "logits"), [(True, 16 * 256 * 8), (False, 0)])
+@pytest.mark.parametrize(("has_head", "logits"), [(True, 16 * 256 * 4), (False, 0)])
 def test_the_ledger_adds_up(has_head: bool, logits: int) -> None:
     ledger = estimate_memory(
         tiny_model(),
