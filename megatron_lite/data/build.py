@@ -280,7 +280,7 @@ class _Assembler:
             mock = MockSource(self._vocab_size, self._eod)
             self._sources[name] = (mock, mock.identity())
             return
-        dataset = IndexedDataset(name, mmap=self._config.mmap_bin_files)
+        dataset = IndexedDataset(name, use_mmap=self._config.mmap_bin_files)
         self._check_source(dataset)
         self._sources[name] = (dataset, dataset.identity())
 

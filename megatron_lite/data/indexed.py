@@ -8,6 +8,7 @@ differ between projects that share the magic and a shifted read looks like real 
 """
 
 import hashlib
+import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ FOREIGN_CODES: dict[int, tuple[tuple[str, np.dtype[Any]], ...]] = {
 }
 UINT16_VOCAB_LIMIT = 65536
 CHECK_BLOCK = 1 << 20
+PREFETCH_BYTES = 16 << 10
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -86,18 +88,18 @@ def sequence_pointers(lengths: NDArray[np.integer[Any]], itemsize: int) -> NDArr
 
 
 class IndexedDataset:
-    """One opened dataset; token data is memory-mapped unless `mmap` is false.
+    """One opened dataset; token data is memory-mapped unless `use_mmap` is false.
 
     Args:
         prefix: path without suffix.
-        mmap: map the .bin; otherwise every read is one positioned read.
+        use_mmap: map the .bin; otherwise every read is one positioned read.
 
     Raises:
         UserError: a file is missing.
         DamagedError: truncated, inconsistent or in another project's dialect.
     """
 
-    def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
+    def __init__(self, prefix: str | Path, *, use_mmap: bool = True) -> None:
         self.prefix = str(prefix)
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
@@ -109,11 +111,12 @@ class IndexedDataset:
         self.meta: DatasetMeta | None = load_meta(prefix)
         self._check_index()
         self._file: int | None = None
+        self._map: mmap.mmap | None = None
         self._tokens: NDArray[Any] | None = None
         if self.bin_bytes == 0:
             self._tokens = np.empty(0, dtype=self.dtype)
-        elif mmap:
-            self._tokens = np.memmap(bin_path(prefix), dtype=self.dtype, mode="r").view(np.ndarray)
+        elif use_mmap:
+            self._map_tokens()
         else:
             self._file = os.open(bin_path(prefix), os.O_RDONLY)
 
@@ -160,10 +163,13 @@ class IndexedDataset:
                 f"{sequence}, which has {size}"
             )
         first = int(self.pointers[sequence]) // self.dtype.itemsize + offset
+        itemsize = self.dtype.itemsize
         if self._tokens is not None:
+            if self._map is not None and count * itemsize > PREFETCH_BYTES:
+                start = first * itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+                self._map.madvise(mmap.MADV_WILLNEED, start, (first + count) * itemsize - start)
             return self._tokens[first : first + count]
         assert self._file is not None
-        itemsize = self.dtype.itemsize
         data = os.pread(self._file, count * itemsize, first * itemsize)
         if len(data) != count * itemsize:
             raise DamagedError(f"dataset {self.prefix}: the .bin became shorter while in use")
@@ -216,6 +222,17 @@ class IndexedDataset:
             legal = ", ".join(f"{c} {d.name}" for c, d in DTYPE_CODES.items())
             raise DamagedError(f"{path}: unknown dtype code {code}; legal: {legal}")
         return DTYPE_CODES[code], sequences, boundaries
+
+    def _map_tokens(self) -> None:
+        """Map the .bin for scattered reads.
+
+        Samples are read in random order: the kernel's read-ahead around every touched page
+        would cost several times the sample itself. Long pieces ask for theirs in `read`.
+        """
+        with bin_path(self.prefix).open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._map.madvise(mmap.MADV_RANDOM)
+        self._tokens = np.frombuffer(self._map, dtype=self.dtype)
 
     def _map_index(self, sequences: int, boundaries: int) -> None:
         """Map the arrays behind the header; their 34-byte offset leaves them unaligned."""

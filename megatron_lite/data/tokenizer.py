@@ -2,8 +2,8 @@
 
 A special token that a tokenizer does not have is an error with a name, never another
 token's id. SentencePiece models serve Megatron's names SentencePieceTokenizer,
-GPTSentencePieceTokenizer and Llama2Tokenizer (ids as the model gives them, no BOS);
-ByteLevelTokenizer and NullTokenizer need no file.
+GPTSentencePieceTokenizer and Llama2Tokenizer (the last puts BOS before every text, as
+there); ByteLevelTokenizer and NullTokenizer need no file.
 """
 
 import hashlib
@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from megatron_lite.errors import UserError
 
 SENTENCEPIECE_NAMES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+# Megatron's class of this name begins every text with BOS.
+BOS_NAME = "Llama2Tokenizer"
 TOKENIZER_TYPES = (*SENTENCEPIECE_NAMES, "ByteLevelTokenizer", "NullTokenizer")
 # SentencePiece writes spaces as this character, so a literal one needs care.
 SPACE_MARK = "\u2581"
@@ -97,7 +99,7 @@ class Tokenizer:
         return self.special("unk")
 
     def encode(self, text: str) -> list[int]:
-        """Encode one text, no special tokens added."""
+        """Encode one text; no special tokens but Llama2Tokenizer's leading BOS."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -169,6 +171,8 @@ class SentencePieceTokenizer(Tokenizer):
             for i, text in enumerate(texts):
                 if SPACE_MARK in text:
                     encoded[i] = self._encode_around_marks(text, self._mark_ids)
+        if self.name == BOS_NAME:
+            return [[self.bos, *ids] if ids else ids for ids in encoded]
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -30,13 +30,13 @@ def test_idx_bytes_follow_the_format_table(tmp_path: Path) -> None:
     assert Path(f"{prefix}.bin").read_bytes() == struct.pack("<6H", 1, 2, 3, 4, 5, 6)
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-def test_reads_return_what_was_written(tmp_path: Path, mmap: bool) -> None:
+@pytest.mark.parametrize("use_mmap", [True, False])
+def test_reads_return_what_was_written(tmp_path: Path, use_mmap: bool) -> None:
     with DatasetWriter(tmp_path / "x", np.int32) as writer:
         writer.add_document([1, 2, 3, 4, 5], lengths=[2, 3])
         writer.add_documents(np.array([7, 8, 9]), np.array([1, 2]))
         writer.finalize()
-    dataset = IndexedDataset(tmp_path / "x", mmap=mmap)
+    dataset = IndexedDataset(tmp_path / "x", use_mmap=use_mmap)
     assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (4, 3, 8)
     assert dataset.read(1).tolist() == [3, 4, 5]
     assert dataset.read(1, 1, 1).tolist() == [4]
@@ -44,6 +44,16 @@ def test_reads_return_what_was_written(tmp_path: Path, mmap: bool) -> None:
     assert dataset.document(2).tolist() == [8, 9]
     with pytest.raises(IndexError):
         dataset.read(0, 1, 2)
+
+
+@pytest.mark.parametrize("use_mmap", [True, False])
+def test_long_and_unaligned_pieces_read_exactly(tmp_path: Path, use_mmap: bool) -> None:
+    ids = np.arange(100_001) % 60_000
+    prefix = write_dataset(tmp_path / "x", [[1], ids.tolist()], 65536)
+    dataset = IndexedDataset(prefix, use_mmap=use_mmap)
+    for offset, length in ((0, 100_001), (77_777, 22_224), (4097, 50_000), (100_001, 0)):
+        piece = dataset.read(1, offset, length)
+        np.testing.assert_array_equal(piece, ids[offset : offset + length])
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,11 @@ def test_a_model_with_dummy_prefix_keeps_sentencepieces_own_ids(tmp_path: Path) 
 def test_megatrons_names_of_sentencepiece_models_are_served(trained: str, name: str) -> None:
     tokenizer = build_tokenizer(Settings(tokenizer_type=name, tokenizer_model=trained))
     assert tokenizer.name == name
-    assert tokenizer.encode("def f") == SentencePieceTokenizer(trained).encode("def f")
+    plain = SentencePieceTokenizer(trained).encode("def f")
+    bos = [tokenizer.bos] if name == "Llama2Tokenizer" else []
+    assert tokenizer.encode("def f") == bos + plain
+    assert tokenizer.encode("") == []
+    assert tokenizer.decode(bos + plain) == "def f"
     facts = tokenizer.fingerprint()
     assert json.loads(json.dumps(facts)) == facts and len(facts["model_sha256"]) == 64
 
