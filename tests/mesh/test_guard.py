@@ -23,6 +23,16 @@ from tests.pool import REPOSITORY, RankExit, fork_ranks, run_ranks
 PROGRAM = "tests/mesh/rank_program.py"
 
 
+def stand_still() -> int:
+    return 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_server() -> None:
+    """The first fork waits until torch is loaded; that is in no test's time."""
+    fork_ranks(1, stand_still)
+
+
 def fail(case: str, n: int = 2, save_dir: Path | None = None) -> list[RankExit]:
     return fork_ranks(n, main, case, None if save_dir is None else str(save_dir))
 
