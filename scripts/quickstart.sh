@@ -124,7 +124,7 @@ pretrain=(
     --data-path "$dataset" --split 98,2,0 --data-cache-path "$work/cache"
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$tokenizer.model"
     --eval-interval 100 --eval-iters 20 --log-interval 10
-    --save "$run/checkpoints" --load "$run/checkpoints" --save-interval 200
+    --save "$run/checkpoints" --load "$run/checkpoints" --save-interval 100
     --metrics-jsonl "$run/metrics.jsonl" --device cpu
     ${flags[@]+"${flags[@]}"}
 )
@@ -146,4 +146,5 @@ python tools/plot_loss.py "$run/metrics.jsonl" --output "$run/loss.png" --datase
 cp "$run/loss.png" "$work/loss.png"
 
 step 7 "sample"
-python tools/generate.py --load "$run/checkpoints" --prompt "def "
+python tools/generate.py --load "$run/checkpoints" --prompt "def " --max-new-tokens 120 \
+    --tokenizer-model "$tokenizer.model" --device cpu
