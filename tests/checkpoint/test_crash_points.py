@@ -120,6 +120,8 @@ def test_every_crash_point_leaves_the_old_or_the_new_checkpoint(
         step = find_checkpoint(root).step
         assert holds_step(open_checkpoint(root), step)
         outcomes.append(step)
+        if kind is FileSystem:  # without links a pointer may be half written; it is passed over
+            assert all(holds_step(open_checkpoint(root, s), s) for s in published_steps(root))
         # The run resumes by itself: the step that was lost can be saved again.
         if step == 1:
             save_tiny(root, 2, files=kind())
