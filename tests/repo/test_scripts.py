@@ -162,6 +162,25 @@ def test_quickstart_refuses_a_wrong_argument_before_any_work(
     assert not (tmp_path / "run").exists()
 
 
+def test_too_small_a_corpus_is_refused_and_says_what_to_pass(tmp_path: Path) -> None:
+    checkout, venv = copy_checkout(tmp_path), fake_environment(tmp_path)
+    write_program(
+        venv / "bin" / "python",
+        "#!/bin/sh\n"
+        'case "$1" in\n'
+        'tools/collect_corpus.py) while [ "$1" != --output ]; do shift; done; echo text >"$2";;\n'
+        "*) echo word;;\n"
+        "esac\n",
+    )
+    runs = tmp_path / "run"
+    result = run_script(
+        "scripts/quickstart.sh", cwd=checkout, MLITE_VENV=str(venv), QUICKSTART_DIR=str(runs)
+    )
+    assert result.returncode == 2
+    assert "--corpus DIR" in result.stderr and "20,000,000" in result.stderr
+    assert not (runs / "corpus.jsonl.stamp").exists(), "a refused corpus is not reused"
+
+
 def test_quickstart_help_describes_each_option() -> None:
     result = run_script("scripts/quickstart.sh", "--help")
     assert result.returncode == 0
