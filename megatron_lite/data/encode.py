@@ -6,6 +6,7 @@ worker are under way at a time, so memory stays flat on any corpus.
 """
 
 import multiprocessing
+import queue
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from megatron_lite.errors import DamagedError
 
 CHUNKS_PER_WORKER = 3
 SEEN_KEYS_LIMIT = 20
+PARENT_CHECK_S = 2.0
 
 
 @dataclass
@@ -197,10 +199,16 @@ class _Worker:
 
 
 def _serve(encoder: ChunkEncoder, chunks: Any, results: "Connection[Any, Any]") -> None:
+    """Answer chunks until terminated, or until the main process is gone."""
+    main_process = multiprocessing.parent_process()
     while True:
         try:
-            results.send(encoder(chunks.get()))
-        except KeyboardInterrupt:
+            results.send(encoder(chunks.get(timeout=PARENT_CHECK_S)))
+        except queue.Empty:
+            # The queue stays open in this process, so a killed parent shows nowhere else.
+            if main_process is None or not main_process.is_alive():
+                return
+        except (KeyboardInterrupt, BrokenPipeError):
             return
         except Exception as error:
             results.send(error)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from megatron_lite.errors import DamagedError, UserError
 
+INTERRUPTED = 130
+
 
 def run_tool(work: Callable[[], int]) -> int:
     """Run a tool's work.
@@ -21,6 +23,9 @@ def run_tool(work: Callable[[], int]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output left (such as `head`); nothing is wrong with the work.
         sys.stderr.close()

@@ -5,11 +5,13 @@ the .idx last, so a reader never meets half a dataset. Sizes are kept in machine
 (4 + 8 bytes per document): a billion documents do not need a Python list.
 """
 
+import errno
 import hashlib
 import os
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -68,6 +70,8 @@ class DatasetWriter:
         trace: TracebackType | None,
     ) -> None:
         self.abort()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DamagedError(f"no space left while writing {self.prefix}.bin and .idx") from None
 
     @property
     def num_documents(self) -> int:
@@ -144,7 +148,8 @@ class DatasetWriter:
 
     def abort(self) -> None:
         """Close and remove the temporary files; does nothing after `finalize`."""
-        self._bin.close()
+        with suppress(OSError):  # a full disk refuses the last buffer once more
+            self._bin.close()
         self._bin_temporary.unlink(missing_ok=True)
         self._idx_temporary.unlink(missing_ok=True)
 

@@ -1,5 +1,7 @@
 """The indexed format: bytes, boundaries, integer widths, and every kind of damage told."""
 
+import errno
+import io
 import struct
 from pathlib import Path
 
@@ -207,3 +209,23 @@ def test_a_record_that_is_no_record_is_told(tmp_path: Path) -> None:
     Path(f"{prefix}.meta.json").write_text("{")
     with pytest.raises(DamagedError, match=r"meta\.json"):
         IndexedDataset(prefix)
+
+
+class FullDisk(io.BytesIO):
+    def write(self, _: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_no_space_left_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pytest.raises(DamagedError, match="no space left while writing"),
+        DatasetWriter(tmp_path / "x", np.uint16) as writer,
+    ):
+        monkeypatch.setattr(writer, "_bin", FullDisk())
+        writer.add_document([1])
+    assert not list(tmp_path.iterdir())

@@ -5,8 +5,10 @@ import hashlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +262,56 @@ def test_the_tool_runs_without_torch_and_prints_its_counts(tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr
     assert "empty documents skipped: 1" in result.stdout
     assert texts(tmp_path / "o") == ["hello"]
+
+
+SLOW_JOB = """
+import sys, time
+from tests.data_pipeline.corpora import WordTokenizer
+from megatron_lite.data.preprocess import PreprocessRequest, preprocess
+class Slow(WordTokenizer):
+    def encode_batch(self, texts):
+        print("working", flush=True)
+        time.sleep(600)
+preprocess(PreprocessRequest(sys.argv[1], sys.argv[2], workers=2), Slow())
+"""
+
+
+def test_workers_do_not_outlive_a_killed_job(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", [{"text": "a"}])
+    job = subprocess.Popen(
+        [sys.executable, "-c", SLOW_JOB, path, str(tmp_path / "o")],
+        cwd=TOOL.parents[1],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stdout is not None
+    job.stdout.readline()
+    workers = children_of(job.pid)
+    job.kill()
+    job.wait()
+    idle = [pid for pid in workers if not is_gone(pid, seconds=10)]
+    # The one inside its tokenizer ends with its text; only the idle one must notice.
+    assert len(workers) == 2 and len(idle) == 1
+    os.kill(idle[0], signal.SIGKILL)
+    job.stdout.close()
+
+
+def children_of(parent: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # ended meanwhile
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def is_gone(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not Path(f"/proc/{pid}").exists():
+            return True
+        time.sleep(0.1)
+    return False
