@@ -1,19 +1,13 @@
 """What may differ between a checkpoint and the run that resumes from it.
 
-`RULES` is the list: an architecture that differs is always refused, what would silently
-change the data or the schedule is refused unless `--allow-resume-change FIELD` says so,
-all the rest (layout, versions, other flags) is logged. The first rule that matches a path
-decides.
+`RULES` is the list; the first rule whose pattern matches a path of the state decides. An
+architecture that differs is always refused; another fact that would silently make it
+another run (dataset, tokenizer, sequence length, seed, batch, ...) is refused unless
+`--allow-resume-change FIELD` names it; layout, versions and all other flags are logged.
 
-Keys of `state` that the rules know (the training code builds the same object when it saves
-and when it resumes; other keys are logged when they differ, counters are not compared):
-
-    iteration, consumed_samples, consumed_valid_samples, skipped, ...    counters
-    model          ModelShape as an object        batch       BatchPlan as an object
-    layout         ParallelShape as an object     precision   PrecisionShape as an object
-    data           {"fingerprint": ..., ...}      tokenizer   {"fingerprint": ..., ...}
-    schedule       LR and WD schedule definition  optimizer   kind and hyperparameters
-    seed, randomness (name of the scheme), vocab_size (true), config, config_hash, versions
+`state` is what the training code saves: `facts` (what decides the numbers, keyed by the
+configuration field that sets it), `config`, `layout`, `versions`; `counters` and
+`schedule` are progress, whose owners compare them while loading.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,63 +19,58 @@ from megatron_lite.checkpoint.strict_json import plain_json
 from megatron_lite.errors import UserError
 
 ABSENT = "absent"
+ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "position_embedding_type",
+    "rotary_base",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+)
 
 
 @dataclass(frozen=True)
 class ResumeRule:
     """How a difference at the paths that match `pattern` is treated.
 
-    `action` is "refuse_always", "refuse" (unless `field` is allowed), "log" or "ignore".
+    `action` is "refuse_always", "refuse" (unless the field is allowed), "log" or "ignore".
     """
 
     pattern: str
     action: str
-    field: str = ""
 
 
 RULES: tuple[ResumeRule, ...] = (
-    ResumeRule("model.seq_length", "refuse", "sequence_length"),
-    ResumeRule("batch.seq_length", "refuse", "sequence_length"),
-    ResumeRule("model.vocab_multiple", "log"),
-    ResumeRule("model.hidden_dropout", "log"),
-    ResumeRule("model.attention_dropout", "log"),
-    ResumeRule("model.init_std", "log"),
-    ResumeRule("model.*", "refuse_always"),
-    ResumeRule("model", "refuse_always"),
-    ResumeRule("vocab_size", "refuse_always"),
-    ResumeRule("data.*", "refuse", "dataset"),
-    ResumeRule("data", "refuse", "dataset"),
-    ResumeRule("tokenizer*", "refuse", "tokenizer"),
-    ResumeRule("schedule*", "refuse", "schedule"),
-    ResumeRule("batch.ramp*", "refuse", "global_batch_size"),
-    ResumeRule("batch.global_batch_size", "refuse", "global_batch_size"),
-    ResumeRule("global_batch_size", "refuse", "global_batch_size"),
-    ResumeRule("batch.*", "log"),
-    ResumeRule("seed", "refuse", "seed"),
-    ResumeRule("randomness*", "refuse", "randomness"),
-    ResumeRule("iteration", "ignore"),
-    ResumeRule("step", "ignore"),
-    ResumeRule("epoch", "ignore"),
-    ResumeRule("consumed_*", "ignore"),
-    ResumeRule("cursor*", "ignore"),
-    ResumeRule("progress*", "ignore"),
-    ResumeRule("scaler*", "ignore"),
-    ResumeRule("skipped*", "ignore"),
-    ResumeRule("config_hash", "ignore"),  # the fields of config tell more
+    *(ResumeRule(f"facts.{name}", "refuse_always") for name in ARCHITECTURE),
+    *(ResumeRule(f"facts.{name}.*", "refuse_always") for name in ARCHITECTURE),
+    ResumeRule("facts*", "refuse"),
+    ResumeRule("counters*", "ignore"),
+    ResumeRule("schedule*", "ignore"),
     ResumeRule("*", "log"),
 )
-RESUME_FIELDS = tuple(sorted({rule.field for rule in RULES if rule.field}))
 
 
 def compare_state(
     saved_state: Mapping[str, Any], current_state: Mapping[str, Any], allow: Sequence[str] = ()
 ) -> list[str]:
-    """Compare the state of a checkpoint with the run's, before anything is loaded.
+    """Compare the state of a checkpoint with the run's, before anything is changed.
 
     Args:
         saved_state: `Checkpoint.state`.
         current_state: the same object, as this run would save it.
-        allow: names of `RESUME_FIELDS` whose changes the user accepts.
+        allow: configuration fields whose changes the user accepts, in either spelling
+            (`seq_length`, `--seq-length`).
 
     Returns:
         One line per accepted difference, "PATH: SAVED -> CURRENT", for the log.
@@ -89,25 +78,22 @@ def compare_state(
     Raises:
         UserError: all refused differences at once, with both values.
     """
-    unknown = sorted(set(allow) - set(RESUME_FIELDS))
-    if unknown:
-        raise UserError(
-            f"--allow-resume-change {' '.join(unknown)}: legal fields are {' '.join(RESUME_FIELDS)}"
-        )
+    allowed = {word.removeprefix("--").replace("-", "_") for word in allow}
     logged: list[str] = []
     refused: list[str] = []
     for path, saved, current in _differences(saved_state, plain_json(current_state)):
         rule = next(rule for rule in RULES if fnmatchcase(path, rule.pattern))
-        line = f"{path}: {_brief(saved)} -> {_brief(current)}"
+        field = path.split(".")[1] if "." in path else path
+        line = f"{path.removeprefix('facts.')}: {_brief(saved)} -> {_brief(current)}"
         if rule.action == "refuse_always":
             refused.append(f"{line} (another architecture)")
-        elif rule.action == "refuse" and rule.field not in allow:
-            refused.append(f"{line} (--allow-resume-change {rule.field} accepts it)")
+        elif rule.action == "refuse" and field not in allowed:
+            refused.append(f"{line} (--allow-resume-change {field} accepts it)")
         elif rule.action != "ignore":
             logged.append(line)
     if refused:
         raise UserError(
-            "the checkpoint was made by another run (checkpoint -> this run):\n  "
+            "this run is not the one that was saved (checkpoint -> this run):\n  "
             + "\n  ".join(refused)
         )
     return logged
