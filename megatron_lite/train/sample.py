@@ -45,7 +45,7 @@ def load_stage(
     """
     check_config(config, info.world_size)
     tokenizer = build_tokenizer(config)
-    trained_with = found.manifest.state["facts"]["tokenizer"]
+    trained_with = found.manifest.state["facts"]["tokenizer_type"]
     if tokenizer.fingerprint() != trained_with:
         raise UserError(
             f"the tokenizer {tokenizer.fingerprint()!r} is not the one of the checkpoint, "
