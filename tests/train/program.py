@@ -1,7 +1,10 @@
 """Runs of the program on pool ranks, small enough for seconds."""
 
+import atexit
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,10 @@ RUN_WORDS = (
     "--eval-iters 1 --eval-interval 100 --num-workers 0 --hidden-dropout 0.1 "
     "--attention-dropout 0.1"
 )
-LLAMA, RUN = LLAMA_WORDS.split(), RUN_WORDS.split()
+# Formed in the pytest process, so all ranks of all tests share one index cache.
+CACHE = tempfile.mkdtemp(prefix="index-")
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+LLAMA, RUN = LLAMA_WORDS.split(), [*RUN_WORDS.split(), "--data-cache-path", CACHE]
 LAYOUTS = {
     "1": (1, ()),
     "dp2": (2, ()),
