@@ -134,10 +134,21 @@ else
     # A rendezvous of its own on a free port: several quickstarts can share a machine.
     launch=(-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d
         --rdzv-endpoint localhost:0 --local-addr localhost)
-    python "${launch[@]}" "${pretrain[@]}" || {
+    # In a process group of its own, so that Ctrl-C arrives as SIGTERM, which saves.
+    set -m
+    python "${launch[@]}" "${pretrain[@]}" &
+    training=$!
+    set +m
+    trap 'kill -TERM "$training" 2>/dev/null || true' INT TERM
+    status=0
+    wait "$training" || status=$?
+    # A signal ends `wait`, not the training: it is saving now.
+    while kill -0 "$training" 2>/dev/null; do wait "$training" || status=$?; done
+    trap - INT TERM
+    if [ "$status" -ne 0 ]; then
         echo "quickstart: training did not finish; the same command continues it" >&2
         exit 1
-    }
+    fi
     finish "$run/metrics.jsonl" "$run_key"
 fi
 
