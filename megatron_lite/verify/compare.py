@@ -1,13 +1,14 @@
-"""Compare two runs phase by phase, in the order in which an error would spread.
+"""Compare two runs in the order in which an error would spread.
 
-The phases are data (which samples), init (weights before step 1), activation, loss,
-gradient, norm, update. The first difference names the phase and the tensor; later ones
-usually follow from it.
+A run that fails (phase "run") is the first difference of all. Within a step come data (which
+samples), init (weights before step 1), activation, loss, gradient, norm, update; the steps
+one after the other. Activations are in forward order, gradients in backward order, so the
+first difference names the tensor next to the cause and the later ones usually follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from megatron_lite.verify.classes import Tolerances
 from megatron_lite.verify.dumps import RunRecord
 
-PHASES = ("data", "init", "activation", "loss", "gradient", "norm", "update")
+PHASES = ("run", "data", "init", "activation", "loss", "gradient", "norm", "update")
 _Tensors = Mapping[str, np.ndarray[Any, Any]]
 
 
@@ -27,7 +28,7 @@ class Difference:
     Attributes:
         phase: entry of `PHASES`.
         name: tensor, sample or metric.
-        step: one-based.
+        step: one-based; 0 is before the first step.
         value: measured; infinite where one side lacks the tensor or a number is not finite.
         limit: what the equality class allows.
         scale: norm ratio candidate / reference for tensors (0.5 and 2 tell a lost or a
@@ -51,9 +52,17 @@ class Difference:
 
 
 def compare_runs(
-    reference: RunRecord, candidate: RunRecord, limits: Tolerances
+    reference: RunRecord, candidate: RunRecord, limits: Tolerances, order: Sequence[str] = ()
 ) -> list[Difference]:
-    """All differences beyond the limits, by phase, then step, then order of the tensors."""
+    """All differences beyond the limits, the one next to the cause first.
+
+    Args:
+        reference: the run that is right.
+        candidate: the run in question.
+        limits: its equality class.
+        order: logical parameter names in forward order; names that are not in it come last.
+    """
+    places = {name: place for place, name in enumerate(order)}
     found = [
         *_compare_samples(reference, candidate),
         *_compare_tensors(reference, candidate, "act", "activation", limits.activation, limits),
@@ -62,7 +71,24 @@ def compare_runs(
         *_compare_metric(reference, candidate, "grad_norm", "norm", limits.grad_norm),
         *_compare_updates(reference, candidate, limits),
     ]
-    return sorted(found, key=lambda d: PHASES.index(d.phase))
+
+    def cause(difference: Difference) -> tuple[int, int, int]:
+        place = places.get(difference.name, len(places))
+        if difference.phase == "activation":
+            place = _activation_place(difference.name)
+        elif difference.phase == "gradient":
+            place = -place if difference.name in places else 1
+        return difference.step, PHASES.index(difference.phase), place
+
+    return sorted(found, key=cause)
+
+
+def _activation_place(name: str) -> int:
+    """Forward order of dumped activations."""
+    if name == "embedding":
+        return -1
+    number = name.rpartition(".")[2]
+    return int(number) if number.isdigit() else 1_000_000
 
 
 def _compare_samples(reference: RunRecord, candidate: RunRecord) -> Iterator[Difference]:
@@ -132,20 +158,24 @@ def _compare_tensors(
 def _compare_updates(
     reference: RunRecord, candidate: RunRecord, limits: Tolerances
 ) -> Iterator[Difference]:
+    """The weights before step 1, after it, and after the last step."""
     last = reference.steps
     if candidate.steps != last:
         return
     start, start_got = reference.tensors(0, "weight"), candidate.tensors(0, "weight")
     yield from _tensor_differences(start, start_got, "init", 0, 0.0, 0.0)
-    wanted, got = reference.tensors(last, "weight"), candidate.tensors(last, "weight")
-    for name in wanted:
-        if name in got and got[name].shape == wanted[name].shape and wanted[name].size:
-            value = float(np.abs(got[name].astype(np.float64) - wanted[name]).max())
-            if not value <= limits.weight:
-                yield Difference("update", f"{name} (max abs)", last, value, limits.weight)
-    change = {n: values.astype(np.float64) - start[n] for n, values in wanted.items()}
-    moved = {
-        n: values.astype(np.float64) - start_got[n] for n, values in got.items() if n in start_got
-    }
-    floor = limits.floor * _global_norm(change)
-    yield from _tensor_differences(change, moved, "update", last, limits.update, floor)
+    for step in sorted({1, last}):
+        wanted, got = reference.tensors(step, "weight"), candidate.tensors(step, "weight")
+        for name in wanted:
+            if name in got and got[name].shape == wanted[name].shape and wanted[name].size:
+                value = float(np.abs(got[name].astype(np.float64) - wanted[name]).max())
+                if not value <= limits.weight:
+                    yield Difference("update", name, step, value, limits.weight)
+        change = {n: values.astype(np.float64) - start[n] for n, values in wanted.items()}
+        moved = {
+            n: values.astype(np.float64) - start_got[n]
+            for n, values in got.items()
+            if n in start_got and start_got[n].shape == values.shape
+        }
+        floor = limits.floor * _global_norm(change)
+        yield from _tensor_differences(change, moved, "update", step, limits.update, floor)

@@ -98,27 +98,29 @@ def run_rank(
     argv: Sequence[str], fault: str | None, measure: bool, rank: int, world_size: int
 ) -> RankShare:
     """One rank's part of `run_layout`; runs inside the pool."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     from megatron_lite.config.flags import parse_config
     from megatron_lite.config.rules import check_config
     from megatron_lite.mesh.launch import RunStatus, WorldInfo
     from megatron_lite.mesh.recorder import Recorder
     from megatron_lite.train.build import build_run
     from megatron_lite.train.loop import train
+    from megatron_lite.verify.flop_counter import build_flop_counter
 
     config = parse_config(argv, os.environ)
     check_config(config, world_size)
     info = WorldInfo(rank, world_size, rank, world_size, launcher="pool")
     recorder = Recorder() if measure else None
-    counter = FlopCounterMode(display=False) if measure else None
-    with contextlib.redirect_stdout(io.StringIO()), _planted(fault):
-        with build_run(config, info, RunStatus(), recorder) as (parts, state):
-            if recorder is not None:
-                recorder.clear()
-            with counter or nullcontext():
-                train(parts, state, RunStatus())
-            elements = sum(param.numel() for param in parts.stage.parameters())
+    counter = build_flop_counter() if measure else None
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        _planted(fault),
+        build_run(config, info, RunStatus(), recorder) as (parts, state),
+    ):
+        if recorder is not None:
+            recorder.clear()
+        with counter or nullcontext():
+            train(parts, state, RunStatus())
+        elements = sum(param.numel() for param in parts.stage.parameters())
     sent = () if recorder is None else tuple((r.op, r.group, r.elements) for r in recorder.records)
     return RankShare(elements, counter.get_total_flops() if counter else 0, sent)
 

@@ -1,0 +1,182 @@
+"""Certify a layout: the same numbers as one process, and if not, why not.
+
+The reference runs in one process with everything switched off that the case has as an
+axis. When the full layout differs, layouts with one axis at a time are run, then pairs and
+so on: the smallest that differ name the axis, their first difference the phase and tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lite.config.flags import parse_config
+from megatron_lite.config.plan import build_plan
+from megatron_lite.spec.params import model_spec
+from megatron_lite.verify.axes import Axis, Case, independent_names, subsets_by_depth
+from megatron_lite.verify.classes import Tolerances
+from megatron_lite.verify.compare import Difference, compare_runs
+from megatron_lite.verify.dumps import RunRecord
+from megatron_lite.verify.pool import RankError
+from megatron_lite.verify.session import Pool, RankShare, run_layout
+from megatron_lite.verify.share import find_share_faults
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A smallest set of axes that makes the numbers differ.
+
+    Attributes:
+        axes: names; one that only serves another is left out ("sp" stands for tp and sp).
+        first: the difference next to the cause.
+        others: how many more tensors and figures differ.
+    """
+
+    axes: tuple[str, ...]
+    first: Difference
+    others: int
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        more = f" (and {self.others} more)" if self.others else ""
+        return f"axis {' x '.join(self.axes)}: {self.first}{more}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a certification found.
+
+    Attributes:
+        layout: name of the full layout.
+        ranks: of the full layout.
+        causes: empty when the numbers are equal.
+        share_faults: sentences; empty when every rank had exactly its share.
+    """
+
+    layout: str
+    ranks: int
+    causes: tuple[Cause, ...]
+    share_faults: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the layout is certified."""
+        return not self.causes and not self.share_faults
+
+
+class Certifier:
+    """Runs layouts of one case and compares them with its reference, which runs once."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        directory: Path,
+        case: Case,
+        limits: Tolerances,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            pool: ranks.
+            directory: for the runs; created.
+            case: flags, batch and axes.
+            limits: the equality class.
+            say: told of every run.
+            timeout_s: of each run.
+        """
+        self.pool = pool
+        self.directory = directory
+        self.case = case
+        self.limits = limits
+        self._say = say
+        self._timeout_s = timeout_s
+        self._reference: RunRecord | None = None
+        self._runs = 0
+        config = parse_config([*case.flags, *case.layout().flags], {})
+        plan = build_plan(config, 1, config.vocab_size or 1)
+        self.order = [spec.name for spec in model_spec(plan.model, plan.parallel)]
+
+    @property
+    def reference(self) -> RunRecord:
+        """The reference run; clips at half of its first gradient norm."""
+        if self._reference is None:
+            first, _ = self._run((), ("--train-iters", "1", "--clip-grad", "0"))
+            clip = first.train_rows[0]["grad_norm"] / 2
+            self.case = dataclasses.replace(
+                self.case, flags=(*self.case.flags, "--clip-grad", repr(clip))
+            )
+            self._reference, _ = self._run(())
+        return self._reference
+
+    def compare(
+        self, axes: Sequence[Axis], *, fault: str | None = None, measure: bool = False
+    ) -> tuple[list[Difference], list[RankShare]]:
+        """Run one layout and list its differences, the one next to the cause first."""
+        reference = self.reference
+        try:
+            record, shares = self._run(axes, fault=fault, measure=measure)
+        except RankError as error:
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            failed = Difference("run", f"the run failed: {lines[-1]}", 0, math.inf, 0.0)
+            return [failed], []
+        return compare_runs(reference, record, self.limits, self.order), shares
+
+    def certify(self, *, fault: str | None = None, measure: bool = True) -> Verdict:
+        """Run the full layout; where it differs, find the axes that cause it."""
+        axes = self.case.axes
+        layout = self.case.layout(axes)
+        differences, shares = self.compare(axes, fault=fault, measure=measure)
+        faults: tuple[str, ...] = ()
+        if measure and shares:
+            faults = find_share_faults((*self.case.flags, *layout.flags), layout.ranks, shares)
+        causes = self.find_causes(differences, fault) if differences else ()
+        return Verdict(layout.name, layout.ranks, causes, faults)
+
+    def find_causes(
+        self, differences: Sequence[Difference], fault: str | None
+    ) -> tuple[Cause, ...]:
+        """The smallest sets of axes that differ; `differences` are those of the full layout."""
+        for candidates in subsets_by_depth(self.case.axes):
+            causes: list[Cause] = []
+            guilty: list[set[str]] = []
+            for axes in candidates:
+                names = {axis.name for axis in axes}
+                if any(known <= names for known in guilty):
+                    continue
+                found = (
+                    list(differences)
+                    if len(axes) == len(self.case.axes)
+                    else self.compare(axes, fault=fault)[0]
+                )
+                if found:
+                    guilty.append(names)
+                    causes.append(Cause(independent_names(axes), found[0], len(found) - 1))
+            if causes:
+                return tuple(causes)
+        return ()  # not reached: the full layout is the last candidate, and it differs
+
+    def _run(
+        self,
+        axes: Sequence[Axis],
+        extra: tuple[str, ...] = (),
+        fault: str | None = None,
+        measure: bool = False,
+    ) -> tuple[RunRecord, list[RankShare]]:
+        layout = self.case.layout(axes)
+        self._runs += 1
+        self._say(f"run {self._runs}: {layout.name}, {layout.ranks} rank(s)")
+        return run_layout(
+            self.pool,
+            self.directory / f"{self._runs:02d}-{layout.name}",
+            self.case.flags,
+            dataclasses.replace(layout, flags=(*layout.flags, *extra)),
+            fault=fault,
+            measure=measure,
+            timeout_s=self._timeout_s,
+        )

@@ -1,0 +1,41 @@
+"""Count the matrix-product FLOPs that a rank executes, in the planner's convention.
+
+torch's counter does not know the in-place product that accumulates weight gradients, nor
+the CPU's fused attention. The latter counts here as its two products of the full square
+forward and four backward, whatever the kernel skips or computes again, which is what
+`telemetry.flops.count_rank_gemm_flops` says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def build_flop_counter() -> FlopCounterMode:
+    """A counting mode that covers every product of the dense model on the CPU."""
+    aten = torch.ops.aten
+    return FlopCounterMode(
+        display=False,
+        custom_mapping={
+            aten.addmm_: _accumulated_product,
+            aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        },
+    )
+
+
+def _accumulated_product(into: Any, a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+def _attention_forward(q: Sequence[int], k: Sequence[int], *_: Any, **__: Any) -> int:
+    b, n, s_q, d = q
+    return 4 * b * n * s_q * k[2] * d
+
+
+def _attention_backward(grad: Any, q: Sequence[int], k: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * _attention_forward(q, k)
