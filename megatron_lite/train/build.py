@@ -44,9 +44,10 @@ from megatron_lite.shard.buffers import FlatBuffers, trained
 from megatron_lite.shard.flat import build_layout, default_bucket_size
 from megatron_lite.spec.params import ParamSpec, model_spec
 from megatron_lite.telemetry.facade import Telemetry
+from megatron_lite.telemetry.timers import STEP_TIMERS, Timers
 from megatron_lite.train.dump import DebugDump
 from megatron_lite.train.parts import Core, Parts
-from megatron_lite.train.restore import load_run, plain_json
+from megatron_lite.train.restore import Restored, check_save_directory, load_run, plain_json
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.summary import announce
 from megatron_lite.train.weights_hash import hash_weights
@@ -87,12 +88,13 @@ def build_run(
         )
         core = build_core(config, plan, grids, groups, info, device)
         core.facts = describe_run(config, plan, datasets, tokenizer)
-        state, notes = start_state(core)
-        parts = build_parts(core, state, datasets, info, signals, stack)
+        restored = start_state(core)
+        check_save_directory(core, restored)
+        parts = build_parts(core, restored.state, datasets, info, signals, stack)
+        announce(parts, tokenizer, restored)
         if config.check_weights_hash:
-            notes = (*notes, f"logical hash of the weights: {hash_weights(core)}")
-        announce(parts, tokenizer, notes)
-        yield parts, state
+            parts.telemetry.say(f"logical hash of the weights: {hash_weights(core)}")
+        yield parts, restored.state
         status.phase = "shutdown"
         finish_distributed()
 
@@ -185,6 +187,7 @@ def build_parts(
         datasets=datasets,
         train_loader=read_training_data(core, datasets, state, stack),
         telemetry=stack.enter_context(telemetry),
+        timers=build_timers(config, core.device),
         stop=StopDecision(
             signals,
             can_save=config.save is not None,
@@ -224,6 +227,13 @@ def build_buffers(
         bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
     )
     return FlatBuffers(layout, params, coordinates, plan.parallel, plan.precision)
+
+
+def build_timers(config: Config, device: torch.device) -> Timers:
+    """Timers of this rank; on CUDA they wait for the device only when they are read."""
+    wait = device.type == "cuda" and config.timing_log_level > 0
+    synchronize = torch.cuda.synchronize if wait else None
+    return Timers(STEP_TIMERS, config.timing_log_level, synchronize=synchronize)
 
 
 def build_dump(config: Config, plan: Plan, groups: Groups) -> DebugDump | None:
@@ -283,16 +293,16 @@ def describe_run(
     return plain_json(facts)
 
 
-def start_state(core: Core) -> tuple[TrainState, tuple[str, ...]]:
-    """Continue from a checkpoint, or draw initial values; also lines to tell."""
+def start_state(core: Core) -> Restored:
+    """Continue from a checkpoint, or draw initial values."""
     if core.config.load is None or core.config.ckpt_allow:
         draw_initial_values(core)  # with --ckpt-allow what is not loaded keeps them
     restored = load_run(core)
     if restored is None:
-        return TrainState(), ()
+        return Restored(TrainState())
     if not restored.loaded:
         draw_initial_values(core)
-    return restored.state, restored.notes
+    return restored
 
 
 def draw_initial_values(core: Core) -> None:

@@ -11,17 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import RunStopped, UserError
-from megatron_lite.mesh.collectives import all_reduce
 from megatron_lite.mesh.launch import RunStatus
 from megatron_lite.resilience.signals import StopOrder
-from megatron_lite.telemetry.records import TrainRow, ValidRow
+from megatron_lite.telemetry.records import ValidRow
 from megatron_lite.train.dump import dump_start
 from megatron_lite.train.evaluate import evaluate
 from megatron_lite.train.parts import Parts
+from megatron_lite.train.report import report_step
 from megatron_lite.train.restore import save_run
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.step import StepReport, TrainStep
@@ -66,33 +64,11 @@ def train(parts: Parts, state: TrainState, status: RunStatus) -> int:
 
 
 def run_step(parts: Parts, state: TrainState) -> StepReport:
-    """One step and its row."""
+    """One step and what there is to tell about it."""
     start = time.perf_counter()
-    report = TrainStep(parts, state, vote=parts.stop.local_vote()).run()
-    params_norm = None
-    if parts.config.log_params_norm and parts.telemetry.prints_at(report.iteration):
-        params_norm = measure_params_norm(parts)
-    parts.telemetry.train(
-        TrainRow(
-            iteration=report.iteration,
-            consumed_samples=report.consumed_samples,
-            lm_loss=report.lm_loss,
-            grad_norm=report.grad_norm,
-            learning_rate=report.learning_rate,
-            weight_decay=report.weight_decay,
-            global_batch_size=report.global_batch_size,
-            valid_tokens=report.valid_tokens,
-            loss_scale=1.0,
-            skipped=report.skipped,
-            nan=report.nan,
-            elapsed_ms=(time.perf_counter() - start) * 1e3,
-            num_zeros=report.num_zeros,
-            params_norm=params_norm,
-        )
-    )
-    if report.note:
-        parts.telemetry.say(report.note)
-        parts.telemetry.event("skip" if report.skipped else "nan", report.iteration)
+    with parts.timers.measure("interval-time"):
+        report = TrainStep(parts, state, vote=parts.stop.local_vote()).run()
+    report_step(parts, report, (time.perf_counter() - start) * 1e3)
     return report
 
 
@@ -101,7 +77,8 @@ def evaluate_valid(parts: Parts, state: TrainState) -> None:
     batch, dataset = parts.plan.batch, parts.datasets.valid
     if dataset is None or batch.eval_iters == 0:
         return
-    result = evaluate(parts, dataset, state.consumed_valid_samples, state.iteration)
+    with parts.timers.measure("evaluate"):
+        result = evaluate(parts, dataset, state.consumed_valid_samples, state.iteration)
     state.consumed_valid_samples += batch.eval_iters * batch.eval_global_batch_size
     row = ValidRow(state.iteration, "valid", result.lm_loss, result.valid_tokens)
     parts.telemetry.valid(row)
@@ -121,7 +98,8 @@ def save_once(parts: Parts, state: TrainState, saved_at: int | None, status: Run
     """Save unless this iteration is saved already."""
     if saved_at != state.iteration and parts.config.save is not None:
         status.phase = "saving"
-        save_run(parts, state)
+        with parts.timers.measure("save-checkpoint"):
+            save_run(parts, state)
     return state.iteration
 
 
@@ -145,19 +123,6 @@ class StoppedUnsaved(UserError):
 def is_multiple(iteration: int, interval: int | None) -> bool:
     """Whether something that happens every `interval` iterations is due; 0 or None: never."""
     return bool(interval) and iteration % int(interval or 1) == 0
-
-
-def measure_params_norm(parts: Parts) -> float:
-    """Norm of the logical weights.
-
-    Comm: one all-reduce of one element over the world, only where the log line wants it.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=parts.device)
-    for piece in parts.optimizer.weight_pieces():
-        if piece.owned:
-            total += piece.tensor.double().square().sum()
-    all_reduce(total, parts.groups.world)
-    return float(total) ** 0.5
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from megatron_lite.shard.buckets import MainGradients
 from megatron_lite.shard.buffers import FlatBuffers
 from megatron_lite.spec.params import ParamSpec
 from megatron_lite.telemetry.facade import Telemetry
+from megatron_lite.telemetry.timers import Timers
 from megatron_lite.train.dump import DebugDump
 
 
@@ -77,6 +78,7 @@ class Parts(Core):
     datasets: Datasets
     train_loader: Iterator[list[Batch]]
     telemetry: Telemetry
+    timers: Timers
     stop: StopDecision
     dump: DebugDump | None
 

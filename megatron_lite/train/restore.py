@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite import __version__
-from megatron_lite.checkpoint.catalog import NoCheckpoint
+from megatron_lite.checkpoint.catalog import NoCheckpoint, published_steps
 from megatron_lite.checkpoint.commit import TRACKER_FILE
 from megatron_lite.checkpoint.load import load_newest
 from megatron_lite.checkpoint.reader import Checkpoint
@@ -77,6 +79,8 @@ def save_run(parts: Parts, state: TrainState) -> None:
     )
     for note in result.notes:
         say(f"  {note}")
+    if config.log_progress and parts.groups.world.rank == 0:
+        note_progress(Path(config.save), state, parts.groups.world.size)
     say(format_saved(iteration, config.save, plan.parallel.tp, plan.parallel.pp))
     parts.telemetry.event(
         "save",
@@ -87,13 +91,32 @@ def save_run(parts: Parts, state: TrainState) -> None:
     )
 
 
+def note_progress(root: Path, state: TrainState, world_size: int) -> None:
+    """Append a line to progress.txt (`--log-progress`)."""
+    now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    job = os.environ.get("SLURM_JOB_ID", "")
+    with open(root / "progress.txt", "a", encoding="utf-8") as file:
+        file.write(
+            f"{now}\tJob ID: {job}\t# GPUs: {world_size}\tSaved checkpoint\t"
+            f"Iteration: {state.iteration}\tConsumed samples: {state.consumed_samples}\n"
+        )
+
+
 @dataclass(frozen=True)
 class Restored:
-    """Where a run continues, lines to tell about it, and whether weights were loaded."""
+    """Where a run starts.
+
+    Attributes:
+        state: counters.
+        notes: lines to tell.
+        loaded: whether weights were loaded.
+        passed_over: steps of `--load` that are damaged, which this run may replace.
+    """
 
     state: TrainState
-    notes: tuple[str, ...]
-    loaded: bool
+    notes: tuple[str, ...] = ()
+    loaded: bool = False
+    passed_over: tuple[int, ...] = ()
 
 
 def load_run(core: Core) -> Restored | None:
@@ -117,12 +140,36 @@ def load_run(core: Core) -> Restored | None:
             step=config.ckpt_step,
         )
     except NoCheckpoint as error:
-        return Restored(TrainState(), (_accept_nothing(core, error),), loaded=False)
+        return Restored(TrainState(), (_accept_nothing(core, error),))
     notes = [f"warning: step {item.step} passed over: {item.reason}" for item in loaded.passed_over]
     state = _apply(core, loaded.checkpoint, loaded.value, wanted)
     step = loaded.checkpoint.step
     notes.append(f"  successfully loaded checkpoint from {config.load} at iteration {step}")
-    return Restored(state, tuple(notes), loaded=True)
+    passed_over = tuple(item.step for item in loaded.passed_over)
+    return Restored(state, tuple(notes), loaded=True, passed_over=passed_over)
+
+
+def check_save_directory(core: Core, restored: Restored) -> None:
+    """Refuse before the first step to save among another run's later checkpoints.
+
+    Raises:
+        UserError: a step that this run is going to reach is published already.
+    """
+    config, start = core.config, restored.state.iteration
+    if config.save is None or config.overwrite_save:
+        return
+    replaceable = restored.passed_over if config.load == config.save else ()
+    ahead = [
+        step
+        for step in published_steps(Path(config.save))
+        if start < step <= core.plan.batch.train_iters and step not in replaceable
+    ]
+    if ahead:
+        raise UserError(
+            f"--save {config.save} holds checkpoints of the steps {', '.join(map(str, ahead[:5]))} "
+            f"and this run starts at step {start}: continue that run with --load {config.save}, "
+            "save to another directory, or replace them with --overwrite-save"
+        )
 
 
 def _wanted_pieces(core: Core) -> list[StatePiece]:

@@ -19,6 +19,7 @@ from megatron_lite.mesh.collectives import all_gather_json
 from megatron_lite.microbatch import LossSink, MicrobatchContext, WeightGradientStore
 from megatron_lite.optim.norm import clip_coefficient
 from megatron_lite.pipeline.actions import Action, Kind
+from megatron_lite.pipeline.runner import Handler
 from megatron_lite.resilience.nonfinite import SKIP, UPDATE, StepVerdict, judge_step
 from megatron_lite.train.closing import Closing, reduce_closing
 from megatron_lite.train.denominators import Denominators, start_denominators
@@ -77,16 +78,17 @@ class TrainStep:
 
     def run(self) -> StepReport:
         """Execute the step."""
-        self.take_batch()
+        with self.parts.timers.measure("batch-generator"):
+            self.take_batch()
         self.share_denominators()
         self.parts.runner.run(
             self.parts.actions(len(self.microbatches)),
             {
-                Kind.F: self.forward,
-                Kind.B: self.backward,
-                Kind.REDUCE: self.finish_reductions,
-                Kind.NORM: self.close,
-                Kind.STEP: self.update_or_skip,
+                Kind.F: self._timed("forward-compute", self.forward),
+                Kind.B: self._timed("backward-compute", self.backward),
+                Kind.REDUCE: self._timed("all-grads-sync", self.finish_reductions),
+                Kind.NORM: self._timed("optimizer-clip-main-grad", self.close),
+                Kind.STEP: self._timed("optimizer", self.update_or_skip),
             },
             self.state.iteration,
         )
@@ -211,6 +213,15 @@ class TrainStep:
             vote=self.closing.vote,
             num_zeros=round(self.closing.sums[ZEROS]) if ZEROS in self.closing.sums else None,
         )
+
+    def _timed(self, timer: str, handler: Handler) -> Handler:
+        """The handler under its timer, which is off below its level."""
+
+        def run(action: Action) -> None:
+            with self.parts.timers.measure(timer):
+                handler(action)
+
+        return run
 
     def _sums(self) -> dict[str, Tensor]:
         """What the closing reduction sums for the log: each sample and element once."""

@@ -17,11 +17,12 @@ from megatron_lite.spec.shards import local_shape
 from megatron_lite.telemetry.memory import MemoryLedger, estimate_memory
 from megatron_lite.telemetry.summary import SummaryFacts, build_summary
 from megatron_lite.train.parts import Parts
+from megatron_lite.train.restore import Restored
 
 LEGACY = "mean of micro-batch means (--legacy-loss-normalization)"
 
 
-def announce(parts: Parts, tokenizer: Tokenizer, notes: tuple[str, ...]) -> None:
+def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
     """Print the summary and what loading had to tell, and write the metrics header.
 
     Comm: one gather of a few bytes per rank over the world.
@@ -30,7 +31,8 @@ def announce(parts: Parts, tokenizer: Tokenizer, notes: tuple[str, ...]) -> None
     elements = sum(param.numel() for param in parts.stage.parameters())
     mine = [groups.tp.rank, groups.pp.rank, elements, groups.dp_cp.rank, count_layers(parts)]
     ranks = all_gather_json(mine, groups.world)
-    check_layers(parts, sum(row[4] for row in ranks if row[3] == 0 and row[0] == 0))
+    layers = sum(row[4] for row in ranks if row[3] == 0 and row[0] == 0)
+    check_layers(parts, layers)
     total = sum(spec.elements for spec in parts.specs)
     facts = SummaryFacts(
         parameters=total,
@@ -44,9 +46,12 @@ def announce(parts: Parts, tokenizer: Tokenizer, notes: tuple[str, ...]) -> None
     if parts.config.legacy_loss_normalization:
         facts = SummaryFacts(**{**vars(facts), "loss_normalization": LEGACY})
     telemetry.say(build_summary(parts.plan, facts))
-    for note in notes:
+    telemetry.say(f" > layers total {layers}, as requested")
+    for note in restored.notes:
         telemetry.say(note)
     telemetry.header(total, elements, seed=parts.config.seed, facts=dict(parts.facts))
+    if restored.loaded:
+        telemetry.event("load", restored.state.iteration, directory=parts.config.load)
 
 
 def count_layers(parts: Parts) -> int:

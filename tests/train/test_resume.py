@@ -151,3 +151,17 @@ def test_finetune_starts_at_step_zero_with_the_weights(rank_pool: RankPool, tmp_
     assert [row["iteration"] for row in found] == [1, 2, 3]
     assert found[0]["learning_rate"] == pytest.approx(1e-2)
     assert found[0]["lm_loss"] < 4.0  # initial weights are at ln 90 = 4.5
+
+
+def test_saving_among_another_runs_later_steps_is_refused_at_start(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    argv = [*LLAMA, *RUN, "--save", str(tmp_path), "--save-interval", "4"]
+    rank_pool.run(1, train_rank, argv=[*argv, "--exit-interval", "4"])
+    with pytest.raises(RankError, match="holds checkpoints of the steps 4") as refused:
+        rank_pool.run(1, train_rank, argv=argv)
+    assert "--overwrite-save" in str(refused.value)
+    rank_pool.run(1, train_rank, argv=[*argv, "--overwrite-save", "--exit-interval", "4"])
+    rank_pool.run(1, train_rank, argv=[*argv, "--load", str(tmp_path), "--log-progress"])
+    assert open_checkpoint(tmp_path).step == 10
+    assert (tmp_path / "progress.txt").read_text().count("Saved checkpoint") == 2
