@@ -68,7 +68,7 @@ def default_notices(config: Config) -> list[str]:
         )
     if config.optimizer == "adam" and config.adam_beta2 == 0.999:
         found.append("--adam-beta2 0.999 in force (Megatron's default)")
-    if config.data_path and config.split is None:
+    if (config.data_path or config.data_args_path) and config.split is None:
         found.append("--split 969, 30, 1 in force (Megatron's default)")
     if position_kind(config) == "none":
         found.append("the model has no positions (--position-embedding-type none)")

@@ -46,7 +46,7 @@ def resolved_values(config: Config, world_size: int) -> dict[str, Any]:
     }
     if config.nan_policy is None and config.check_for_nan_in_loss_and_grad:
         values["nan_policy"] = "stop"
-    if config.data_path and config.split is None:
+    if (config.data_path or config.data_args_path) and config.split is None:
         values["split"] = "969, 30, 1"
     if config.train_samples is None:
         values["lr_decay_iters"] = config.lr_decay_iters or batch.train_iters or None

@@ -29,6 +29,7 @@ def data_sources(f: Facts) -> list[str]:
     c = f.config
     sources = ["--mock-data"] if c.mock_data else []
     sources += ["--data-path"] if c.data_path else []
+    sources += ["--data-args-path"] if c.data_args_path else []
     per_split = [name for name in SPLIT_PATHS if getattr(c, name)]
     return sources + ([f"--{per_split[0].replace('_', '-')}"] if per_split else [])
 
@@ -36,7 +37,7 @@ def data_sources(f: Facts) -> list[str]:
 def sources_message(f: Facts) -> str:
     """Tell that exactly one source is needed."""
     given = data_sources(f)
-    legal = "--data-path, --train-data-path (with --valid-data-path, --test-data-path), --mock-data"
+    legal = "--data-path, --data-args-path, --train-data-path (with --valid-data-path, --test-data-path), --mock-data"
     if not given:
         return f"no data: give one of {legal}"
     return f"{' and '.join(given)} are different data: give one of {legal}"

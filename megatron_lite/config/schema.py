@@ -351,13 +351,14 @@ class DataConfig:
     data_path: tuple[str, ...] | None = flag(
         None, "Dataset prefixes, or WEIGHT PREFIX pairs; cut by --split.", nargs="*"
     )
+    data_args_path: str | None = flag(None, "File that holds what --data-path would.")
     split: str | None = flag(None, "Shares of train, validation and test; unset: 969, 30, 1.")
     train_data_path: tuple[str, ...] | None = flag(None, "Training prefixes.", nargs="*")
     valid_data_path: tuple[str, ...] | None = flag(None, "Validation prefixes.", nargs="*")
     test_data_path: tuple[str, ...] | None = flag(None, "Test prefixes.", nargs="*")
     data_cache_path: str | None = flag(None, "Directory of the index cache.")
     mock_data: bool = flag(False, "Counting sequences instead of data.")
-    num_workers: int = flag(2, "Loader processes per rank; 0: in the main process.")
+    num_workers: int = flag(2, "Loader threads per rank; 0: in the main thread.")
     dataloader_type: str | None = flag(
         None, "Order of samples; unset: single.", choices=("single", "cyclic", "external")
     )

@@ -46,6 +46,8 @@ class DataSettings(Protocol):
     @property
     def data_path(self) -> Sequence[str] | None: ...
     @property
+    def data_args_path(self) -> str | None: ...
+    @property
     def split(self) -> str | None: ...
     @property
     def train_data_path(self) -> Sequence[str] | None: ...
@@ -156,11 +158,10 @@ def _read_requests(
     """Combine the path flags and `--split` into one request per part."""
     own = {name: getattr(config, f"{name}_data_path") for name in SPLIT_NAMES}
     shared = list(config.data_path or [])
-    args_path = getattr(config, "data_args_path", None)  # a field only where the flag is on
-    if args_path:
+    if config.data_args_path:
         if shared:
             raise UserError("--data-path and --data-args-path exclude each other")
-        shared = read_data_args(args_path)
+        shared = read_data_args(config.data_args_path)
     if any(own.values()):
         if shared or config.split or config.mock_data:
             raise UserError(

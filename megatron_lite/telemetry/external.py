@@ -21,28 +21,30 @@ from megatron_lite.telemetry.records import Rates, TrainRow, ValidRow
 SECRET_NAME = re.compile(r"api_?key|secret|password|credential|(auth|access|hub|hf)_token", re.I)
 
 
-def check_packages(options: TelemetryOptions) -> tuple[str, ...]:
+def wanted_packages(options: TelemetryOptions) -> dict[str, str]:
+    """Packages that the flags ask for, with the flag and its value."""
+    wanted = {}
+    if options.tensorboard_dir is not None:
+        wanted["tensorboard"] = f"--tensorboard-dir {options.tensorboard_dir}"
+    if options.wandb_project:
+        wanted["wandb"] = f"--wandb-project {options.wandb_project}"
+    return wanted
+
+
+def missing_packages(options: TelemetryOptions) -> dict[str, str]:
     """Look for the packages that the flags ask for, without importing them.
 
-    Every rank calls it before any process group exists, so all ranks refuse together.
+    They record what the run does and do not change it: without one the run goes on.
 
     Returns:
-        Warnings: without wandb the run goes on unrecorded.
-
-    Raises:
-        UserError: `--tensorboard-dir` without tensorboard.
+        Package -> warning.
     """
-    if options.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
-        raise UserError(
-            f"--tensorboard-dir {options.tensorboard_dir}: the package tensorboard is not "
-            "installed; pip install tensorboard, or leave the flag out"
-        )
-    if wants_wandb(options) and importlib.util.find_spec("wandb") is None:
-        return (
-            f"--wandb-project {options.wandb_project}: the package wandb is not installed, "
-            "nothing is sent; pip install wandb",
-        )
-    return ()
+    return {
+        name: f"{flag}: the package {name} is not installed, nothing is recorded there; "
+        f"pip install {name}"
+        for name, flag in wanted_packages(options).items()
+        if importlib.util.find_spec(name) is None
+    }
 
 
 def import_package(name: str, flag: str) -> Any:
@@ -51,11 +53,6 @@ def import_package(name: str, flag: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"{flag}: {name} is installed but does not import: {error}") from error
-
-
-def wants_wandb(options: TelemetryOptions) -> bool:
-    """Whether a wandb run is asked for."""
-    return bool(options.wandb_project)
 
 
 def public_config(config: Mapping[str, object]) -> dict[str, object]:

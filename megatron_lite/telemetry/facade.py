@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TextIO
 from megatron_lite.telemetry.external import (
     TensorboardSink,
     WandbSink,
-    check_packages,
-    wants_wandb,
+    missing_packages,
+    wanted_packages,
 )
 from megatron_lite.telemetry.flops import (
     MachinePeak,
@@ -63,7 +63,9 @@ class Telemetry:
         progress_stream: TextIO | None = None,
     ) -> None:
         self.options = read_options(config)
-        self.warnings = check_packages(self.options)
+        missing = missing_packages(self.options)
+        self.warnings = tuple(missing.values())
+        self._recorders = [name for name in wanted_packages(self.options) if name not in missing]
         self._plan = plan
         self._start_iteration = start_iteration
         self._peak = peak
@@ -87,9 +89,9 @@ class Telemetry:
         if self.options.metrics_jsonl is not None:
             self._sinks.append(JsonlSink(self.options.metrics_jsonl))
         self._sinks.append(self._console)
-        if self.options.tensorboard_dir is not None:
+        if "tensorboard" in self._recorders:
             self._scalar_sinks.append(TensorboardSink(self.options))
-        if wants_wandb(self.options) and not self.warnings:
+        if "wandb" in self._recorders:
             self._scalar_sinks.append(WandbSink(self.options))
         self._sinks += self._scalar_sinks
 

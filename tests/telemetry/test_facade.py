@@ -194,21 +194,20 @@ def test_options_are_read_from_the_configuration() -> None:
     assert options.metrics_jsonl == "m.jsonl"
 
 
-def test_a_missing_tensorboard_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external.importlib.util, "find_spec", lambda name: None)
-    for is_speaker in (False, True):
-        with pytest.raises(UserError, match=r"--tensorboard-dir tb: .*not installed"):
-            Telemetry(TelemetryOptions(tensorboard_dir="tb"), tiny_plan(), is_speaker)
-
-
-def test_without_wandb_there_is_one_warning_and_the_run_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("package", "options"),
+    [
+        ("tensorboard", TelemetryOptions(tensorboard_dir="tb")),
+        ("wandb", TelemetryOptions(wandb_project="p")),
+    ],
+)
+def test_without_a_recorders_package_there_is_one_warning_and_the_run_goes_on(
+    package: str, options: TelemetryOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(external.importlib.util, "find_spec", lambda name: None)
-    options = TelemetryOptions(wandb_project="p")
     telemetry = Telemetry(options, tiny_plan(), True, stream=io.StringIO())
     assert len(telemetry.warnings) == 1
-    assert "wandb is not installed" in telemetry.warnings[0]
+    assert f"{package} is not installed" in telemetry.warnings[0]
     telemetry.header(1, 1)
     telemetry.train(row(1))
     telemetry.close()
