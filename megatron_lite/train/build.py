@@ -2,8 +2,8 @@
 
 config -> tokenizer -> plan -> ranks and groups -> specs -> stage -> flat buffers ->
 optimizer -> initial values or checkpoint -> data -> telemetry. Order matters in two places:
-inputs that only need files are opened before the ranks meet, so that their errors come
-early; and the data starts at the cursor, which the checkpoint knows.
+the tokenizer is opened before the ranks meet, so that its errors come early and the true
+vocabulary is known; and the data starts at the cursor, which the checkpoint knows.
 """
 
 from __future__ import annotations

@@ -10,9 +10,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_lite.checkpoint.reader import logical_hash, open_checkpoint
+from megatron_lite.data.meta import DatasetMeta
+from megatron_lite.data.writer import DatasetWriter
 from megatron_lite.mesh.launch import RunStatus
 from megatron_lite.resilience.signals import StopDecision, StopSignals
 from megatron_lite.train.loop import train
@@ -202,3 +205,38 @@ def hash_rank(argv: Sequence[str], rank: int, world_size: int) -> str:
 
     found: str = build_and(use, argv, rank, world_size)
     return found
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_token_outside_the_vocabulary_is_told_alike_in_every_layout(
+    tmp_path: Path, tp_size: int
+) -> None:
+    with DatasetWriter(tmp_path / "corpus", np.uint16) as writer:
+        for document in range(40):
+            tokens = np.arange(50) % 90
+            tokens[7] = 300 if document == 3 else 7
+            writer.add_document(tokens)
+        writer.finalize()
+    argv = [word for word in [*LLAMA, *RUN] if word not in ("--mock-data", "--data-cache-path")]
+    argv = [*argv[:-1], "--data-path", str(tmp_path / "corpus"), "--split", "100,0,0"]
+    argv += ["--tensor-model-parallel-size", str(tp_size), "--train-iters", "31"]
+    results = run_ranks(tp_size, argv)
+    assert {result.code for result in results} == {3}
+    told = "".join(result.stderr for result in results)
+    assert "token id 300 is outside the model's vocabulary of 90" in told
+    assert str(tmp_path / "corpus") in told
+    assert "sample " in told
+    assert told.count("token id 300") == 1
+    assert "Traceback" not in told
+
+
+def test_dataset_of_a_larger_vocabulary_is_refused_at_start(tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "corpus", np.uint16) as writer:
+        writer.add_document(np.arange(80))
+        writer.finalize(DatasetMeta("NullTokenizer", None, 1000, 999, 79, 1, 80))
+    argv = [word for word in [*LLAMA, *RUN] if word not in ("--mock-data", "--data-cache-path")]
+    argv = [*argv[:-1], "--data-path", str(tmp_path / "corpus"), "--split", "100,0,0"]
+    (result,) = run_ranks(1, argv)
+    assert result.code == 2
+    assert "vocabulary of 1000" in result.stderr
+    assert "iteration        1/" not in result.stdout
