@@ -157,5 +157,5 @@ python tools/plot_loss.py "$run/metrics.jsonl" --output "$run/loss.png" --datase
 cp "$run/loss.png" "$work/loss.png"
 
 step 7 "sample"
-python tools/generate.py --load "$run/checkpoints" --prompt "def " --max-new-tokens 120 \
-    --tokenizer-model "$tokenizer.model" --device cpu
+python tools/generate.py --load "$run/checkpoints" --tokenizer-model "$tokenizer.model" \
+    --prompt "def " --max-new-tokens 120 --temperature 0.7 --device cpu
