@@ -70,6 +70,7 @@ class Parts(Core):
         positions: [s_local] logical positions of this rank's slice outside tensor regions.
         full_positions: [s] logical positions inside tensor regions.
         train_loader: one list of microbatches per step, from the cursor on.
+        tabled_steps: steps of this process that a timer table has covered.
     """
 
     positions: Tensor
@@ -81,6 +82,7 @@ class Parts(Core):
     timers: Timers
     stop: StopDecision
     dump: DebugDump | None
+    tabled_steps: int = 0
 
     def __post_init__(self) -> None:
         self._tables: dict[int, tuple[Action, ...]] = {}

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_lite.mesh.collectives import all_gather_json, all_reduce
+from megatron_lite.pipeline.actions import Kind
 from megatron_lite.telemetry.meters import measure_peak_rss_bytes
 from megatron_lite.telemetry.records import TrainRow
 from megatron_lite.train.parts import Parts
@@ -64,7 +65,10 @@ def report_timers(parts: Parts, iteration: int) -> None:
                     scalars[f"{name}-time"] = ms * 1e-3
             return all_gather_json(list(mine), parts.groups.world)
 
-        parts.telemetry.say(parts.timers.table(gather, option=config.timing_log_option))
+        steps = parts.runner.counts[Kind.NORM]
+        table = parts.timers.table(gather, steps - parts.tabled_steps, config.timing_log_option)
+        parts.tabled_steps = steps
+        parts.telemetry.say(table)
     if config.log_memory_to_tensorboard:
         scalars["peak-rss-bytes"] = float(measure_peak_rss_bytes())
         if parts.device.type == "cuda":
