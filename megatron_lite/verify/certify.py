@@ -106,12 +106,12 @@ class Certifier:
     def reference(self) -> RunRecord:
         """The reference run; clips at half of its first gradient norm."""
         if self._reference is None:
-            first, _ = self._run((), ("--train-iters", "1", "--clip-grad", "0"))
+            first, _ = self.run((), ("--train-iters", "1", "--clip-grad", "0"))
             clip = first.train_rows[0]["grad_norm"] / 2
             self.case = dataclasses.replace(
                 self.case, flags=(*self.case.flags, "--clip-grad", repr(clip))
             )
-            self._reference, _ = self._run(())
+            self._reference, _ = self.run(())
         return self._reference
 
     def compare(
@@ -120,54 +120,69 @@ class Certifier:
         """Run one layout and list its differences, the one next to the cause first."""
         reference = self.reference
         try:
-            record, shares = self._run(axes, fault=fault, measure=measure)
+            record, shares = self.run(axes, fault=fault, measure=measure)
         except RankError as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
             failed = Difference("run", f"the run failed: {lines[-1]}", 0, math.inf, 0.0)
             return [failed], []
-        return compare_runs(reference, record, self.limits, self.order), shares
+        found = compare_runs(reference, record, self.limits, self.order)
+        return found + find_split_replicas(shares, record.steps), shares
 
-    def certify(self, *, fault: str | None = None, measure: bool = True) -> Verdict:
-        """Run the full layout; where it differs, find the axes that cause it."""
-        axes = self.case.axes
+    def certify(
+        self,
+        axes: Sequence[Axis] | None = None,
+        *,
+        fault: str | None = None,
+        measure: bool = True,
+    ) -> Verdict:
+        """Run the layout of all axes; where it differs, find those that cause it.
+
+        Args:
+            axes: of the layout; None: all of the case.
+            fault: planted bug, for tests of this very thing.
+            measure: also demand that every rank holds and computes its share.
+        """
+        axes = self.case.axes if axes is None else tuple(axes)
         layout = self.case.layout(axes)
         differences, shares = self.compare(axes, fault=fault, measure=measure)
-        faults: tuple[str, ...] = ()
-        if measure and shares:
-            faults = find_share_faults((*self.case.flags, *layout.flags), layout.ranks, shares)
-        causes = self.find_causes(differences, fault) if differences else ()
+        faults = self.share_faults(axes, shares)
+        causes = self._find_causes(axes, differences, fault) if differences else ()
         return Verdict(layout.name, layout.ranks, causes, faults)
 
-    def find_causes(
-        self, differences: Sequence[Difference], fault: str | None
+    def share_faults(self, axes: Sequence[Axis], shares: Sequence[RankShare]) -> tuple[str, ...]:
+        """Where a rank did not hold or compute its share; FLOPs only if they were counted."""
+        layout = self.case.layout(axes)
+        return find_share_faults((*self.case.flags, *layout.flags), layout.ranks, shares)
+
+    def _find_causes(
+        self, axes: Sequence[Axis], differences: list[Difference], fault: str | None
     ) -> tuple[Cause, ...]:
-        """The smallest sets of axes that differ; `differences` are those of the full layout."""
-        for candidates in subsets_by_depth(self.case.axes):
-            causes: list[Cause] = []
+        """The smallest sets of `axes` that differ; `differences` are those of all of them."""
+        causes: list[Cause] = []
+        for candidates in subsets_by_depth(axes):
             guilty: list[set[str]] = []
-            for axes in candidates:
-                names = {axis.name for axis in axes}
+            for chosen in candidates:
+                names = {axis.name for axis in chosen}
                 if any(known <= names for known in guilty):
                     continue
-                found = (
-                    list(differences)
-                    if len(axes) == len(self.case.axes)
-                    else self.compare(axes, fault=fault)[0]
-                )
+                whole = len(chosen) == len(axes)
+                found = differences if whole else self.compare(chosen, fault=fault)[0]
                 if found:
                     guilty.append(names)
-                    causes.append(Cause(independent_names(axes), found[0], len(found) - 1))
+                    causes.append(Cause(independent_names(chosen), found[0], len(found) - 1))
             if causes:
-                return tuple(causes)
-        return ()  # not reached: the full layout is the last candidate, and it differs
+                break
+        return tuple(causes)
 
-    def _run(
+    def run(
         self,
         axes: Sequence[Axis],
         extra: tuple[str, ...] = (),
         fault: str | None = None,
         measure: bool = False,
+        dump: bool = True,
     ) -> tuple[RunRecord, list[RankShare]]:
+        """Run one layout; `extra` flags come last. See `session.run_layout`."""
         layout = self.case.layout(axes)
         self._runs += 1
         self._say(f"run {self._runs}: {layout.name}, {layout.ranks} rank(s)")
@@ -178,5 +193,19 @@ class Certifier:
             dataclasses.replace(layout, flags=(*layout.flags, *extra)),
             fault=fault,
             measure=measure,
+            dump=dump,
             timeout_s=self._timeout_s,
         )
+
+
+def find_split_replicas(shares: Sequence[RankShare], step: int) -> list[Difference]:
+    """Regions of weights of which two ranks hold different bits."""
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+    found = []
+    for rank, share in enumerate(shares):
+        for name, offset, digest in share.weights:
+            owner, wanted = first.setdefault((name, offset), (rank, digest))
+            if digest != wanted:
+                told = f"{name} on ranks {owner} and {rank}"
+                found.append(Difference("replica", told, step, math.inf, 0.0))
+    return found

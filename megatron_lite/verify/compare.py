@@ -2,8 +2,9 @@
 
 A run that fails (phase "run") is the first difference of all. Within a step come data (which
 samples), init (weights before step 1), activation, loss, gradient, norm, update; the steps
-one after the other. Activations are in forward order, gradients in backward order, so the
-first difference names the tensor next to the cause and the later ones usually follow.
+one after the other; last, whether ranks that hold the same region hold the same bits (phase
+"replica": a dump only shows one of them). Activations are in forward order, gradients in
+backward order, so the first difference names the tensor next to the cause.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from megatron_lite.verify.classes import Tolerances
 from megatron_lite.verify.dumps import RunRecord
 
-PHASES = ("run", "data", "init", "activation", "loss", "gradient", "norm", "update")
+PHASES = ("run", "data", "init", "activation", "loss", "gradient", "norm", "update", "replica")
 _Tensors = Mapping[str, np.ndarray[Any, Any]]
 
 

@@ -8,6 +8,7 @@ and its collectives come back to the caller.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 from collections.abc import Sequence
@@ -15,9 +16,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_lite.verify.dumps import RunRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Pool(Protocol):
@@ -45,11 +49,13 @@ class RankShare:
         elements: stored parameter elements, padding included.
         gemm_flops: counted by torch over the whole run; 0 when not asked for.
         collectives: (op, group, elements) in order; empty when not asked for.
+        weights: (name, offset of the held region, sha256 of its bits) after the last step.
     """
 
     elements: int
     gemm_flops: int
     collectives: tuple[tuple[str, str, int], ...]
+    weights: tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 def run_layout(
@@ -60,9 +66,10 @@ def run_layout(
     *,
     fault: str | None = None,
     measure: bool = False,
+    dump: bool = True,
     timeout_s: float = 120.0,
 ) -> tuple[RunRecord, list[RankShare]]:
-    """Train with `flags` plus the layout's, dumping every step.
+    """Train with `flags` plus the layout's.
 
     Args:
         pool: at least `layout.ranks` ranks.
@@ -71,6 +78,7 @@ def run_layout(
         layout: ranks and their flags.
         fault: "module:function" of a context manager that plants a bug on every rank.
         measure: count FLOPs and collectives (slower).
+        dump: write every step's tensors, which takes collectives of its own.
         timeout_s: of the run.
 
     Returns:
@@ -80,9 +88,10 @@ def run_layout(
     argv = [
         *flags, *layout.flags, "--device", "cpu", "--log-interval", "1000000",
         "--metrics-jsonl", str(directory / "metrics.jsonl"),
-        "--debug-dump", str(directory / "dump"),
-        "--debug-dump-weights", "--debug-dump-activations",
     ]  # fmt: skip
+    if dump:
+        argv += ["--debug-dump", str(directory / "dump")]
+        argv += ["--debug-dump-weights", "--debug-dump-activations"]
     shares = pool.run(
         layout.ranks,
         "megatron_lite.verify.session:run_rank",
@@ -121,8 +130,16 @@ def run_rank(
         with counter or nullcontext():
             train(parts, state, RunStatus())
         elements = sum(param.numel() for param in parts.stage.parameters())
+        weights = tuple(
+            (piece.spec.name, piece.box.offset, _digest(piece.tensor))
+            for piece in parts.optimizer.weight_pieces()
+        )
     sent = () if recorder is None else tuple((r.op, r.group, r.elements) for r in recorder.records)
-    return RankShare(elements, counter.get_total_flops() if counter else 0, sent)
+    return RankShare(elements, counter.get_total_flops() if counter else 0, sent, weights)
+
+
+def _digest(values: Tensor) -> str:
+    return hashlib.sha256(values.contiguous().cpu().numpy().tobytes()).hexdigest()
 
 
 def _planted(fault: str | None) -> AbstractContextManager[Any]:

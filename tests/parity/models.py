@@ -1,0 +1,49 @@
+"""The model families of the parity tests, small, with every trap that size allows.
+
+Eight query heads on two KV heads where heads are grouped: a group of four differs from two
+KV heads, and TP=4 and 8 replicate them. 101 words: the last ranks hold padding rows, or
+nothing else. Documents are short and their ends masked (verify/tiny_data.py).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_lite.verify.axes import Axis, Case
+from megatron_lite.verify.scale import run_flags
+
+SEQ_LENGTH = 24
+GLOBAL_BATCH_SIZE = 8
+
+_SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 8 --kv-channels 8 "
+    "--make-vocab-size-divisible-by 8"
+)
+_GROUPED = "--group-query-attention --num-query-groups 2"
+_LLAMA = (
+    f"{_SIZES} {_GROUPED} --ffn-hidden-size 48 --max-position-embeddings {SEQ_LENGTH} "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+MODELS: Mapping[str, str] = {
+    "gpt2": f"{_SIZES} --ffn-hidden-size 64 --max-position-embeddings 32 --openai-gelu",
+    "llama": f"{_LLAMA} --untie-embeddings-and-output-weights",
+    "qwen2": f"{_LLAMA} --add-qkv-bias",
+    "qwen3": f"{_LLAMA} --qk-layernorm",
+}
+
+
+def parity_case(
+    model: str, data: Path, *axes: Axis, precision: str = "fp64", steps: int = 5, extra: str = ""
+) -> Case:
+    """The case of a family with these axes; `extra` flags come last and win."""
+    return Case(
+        flags=(
+            *MODELS[model].split(),
+            *run_flags(data, seq_length=SEQ_LENGTH, steps=steps, precision=precision),
+            "--global-batch-size",
+            str(GLOBAL_BATCH_SIZE),
+            *extra.split(),
+        ),
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        axes=axes,
+    )
