@@ -106,12 +106,12 @@ class Certifier:
     def reference(self) -> RunRecord:
         """The reference run; clips at half of its first gradient norm."""
         if self._reference is None:
-            first, _ = self.run((), ("--train-iters", "1", "--clip-grad", "0"))
+            first, _ = self._run((), ("--train-iters", "1", "--clip-grad", "0"))
             clip = first.train_rows[0]["grad_norm"] / 2
             self.case = dataclasses.replace(
                 self.case, flags=(*self.case.flags, "--clip-grad", repr(clip))
             )
-            self._reference, _ = self.run(())
+            self._reference, _ = self._run(())
         return self._reference
 
     def compare(
@@ -120,7 +120,7 @@ class Certifier:
         """Run one layout and list its differences, the one next to the cause first."""
         reference = self.reference
         try:
-            record, shares = self.run(axes, fault=fault, measure=measure)
+            record, shares = self._run(axes, fault=fault, measure=measure)
         except RankError as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
             failed = Difference("run", f"the run failed: {lines[-1]}", 0, math.inf, 0.0)
@@ -149,6 +149,13 @@ class Certifier:
         causes = self._find_causes(axes, differences, fault) if differences else ()
         return Verdict(layout.name, layout.ranks, causes, faults)
 
+    def run(
+        self, axes: Sequence[Axis], *, measure: bool = False, dump: bool = True
+    ) -> tuple[RunRecord, list[RankShare]]:
+        """Run one layout, clipping as the reference does; see `session.run_layout`."""
+        _ = self.reference
+        return self._run(axes, measure=measure, dump=dump)
+
     def share_faults(self, axes: Sequence[Axis], shares: Sequence[RankShare]) -> tuple[str, ...]:
         """Where a rank did not hold or compute its share; FLOPs only if they were counted."""
         layout = self.case.layout(axes)
@@ -174,7 +181,7 @@ class Certifier:
                 break
         return tuple(causes)
 
-    def run(
+    def _run(
         self,
         axes: Sequence[Axis],
         extra: tuple[str, ...] = (),
@@ -182,7 +189,6 @@ class Certifier:
         measure: bool = False,
         dump: bool = True,
     ) -> tuple[RunRecord, list[RankShare]]:
-        """Run one layout; `extra` flags come last. See `session.run_layout`."""
         layout = self.case.layout(axes)
         self._runs += 1
         self._say(f"run {self._runs}: {layout.name}, {layout.ranks} rank(s)")

@@ -40,13 +40,15 @@ MATCH64 = Tolerances(
     "MATCH64", activation=1e-10, loss=1e-10, gradient=1e-10, grad_norm=1e-10, weight=1e-10,
     update=1e-9,
 )  # fmt: skip
+# A gradient that is 0 in truth is rounding noise: in fp32 of 1e-11 of the global norm.
 MATCH32 = Tolerances(
     "MATCH32", activation=1e-5, loss=2e-6, gradient=1e-5, grad_norm=2e-5, weight=2e-6, update=1e-3,
+    floor=1e-5,
 )  # fmt: skip
 # Adam divides by the root of a tiny second moment: rounding decides small updates.
 MATCH32_ADAM = Tolerances(
     "MATCH32 after Adam", activation=1e-5, loss=1e-4, gradient=1e-5, grad_norm=1e-3, weight=4e-4,
-    update=float("inf"),
+    update=float("inf"), floor=1e-5,
 )  # fmt: skip
 BITWISE = Tolerances(
     "BITWISE", activation=0.0, loss=0.0, gradient=0.0, grad_norm=0.0, weight=0.0, update=0.0,

@@ -36,9 +36,11 @@ pytestmark = pytest.mark.parity
 FULL = os.environ.get("MLITE_PARITY_FULL") == "1"
 ROWS = whole_product() if FULL else ordinary_rows()
 MEASURED = {row_name(row) for row in single_axis_rows()}
+# The floor: a key bias without rotary has gradient 0 up to rounding, here bf16's.
 NEAR_BF16 = Tolerances(
-    "NEAR bf16", activation=2e-2, loss=5e-3, gradient=6e-2, grad_norm=2e-2, weight=1e-2, update=1.0
-)
+    "NEAR bf16", activation=2e-2, loss=5e-3, gradient=6e-2, grad_norm=5e-2, weight=1e-2,
+    update=1.0, floor=1e-4,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_name)
