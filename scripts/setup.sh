@@ -122,7 +122,8 @@ PY
 native_inputs=(setup.py)
 if [ -d csrc ]; then native_inputs+=(csrc); fi
 
-if [ -n "${MLITE_VENV:-}" ]; then
+# Naming the checkout's own .venv is no different from naming none.
+if [ -n "${MLITE_VENV:-}" ] && ! [ "$MLITE_VENV" -ef "$root/.venv" ]; then
     venv="$MLITE_VENV"
     check_foreign
     # The environment is not ours to write to: log and stamp lie in the ignored build/.
