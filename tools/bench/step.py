@@ -152,9 +152,13 @@ class Case:
             environ["PYTHONPATH"] = os.pathsep.join([str(root), environ.get("PYTHONPATH", "")])
             if ranks > 1:
                 meeting = f"file://{directory}/meet-{name}-{dtype}"
-                environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank),
-                            "WORLD_SIZE": str(ranks),
-                            "LOCAL_WORLD_SIZE": str(ranks), "MLITE_RENDEZVOUS": meeting}  # fmt: skip
+                environ |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "MLITE_RENDEZVOUS": meeting,
+                }
             command = [sys.executable, __file__, "--worker", name, "--dtype", dtype,
                        "--directory", directory, "--started", str(time.time())]  # fmt: skip
             self._processes.append(
