@@ -450,7 +450,9 @@ class LoggingConfig:
     """What is printed and recorded."""
 
     log_interval: int = flag(100, "Steps between log lines.", unit="steps")
-    log_throughput: bool = flag(False, "Log model TFLOP/s per rank.")
+    log_throughput: bool = flag(
+        False, "Log model TFLOP/s per rank, and measure the peak that MFU is a share of."
+    )
     log_params_norm: bool = flag(False, "Log the norm of the parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Log the number of zero gradient elements.")
     log_progress: bool = flag(False, "Append a line per save to progress.txt in --save.")

@@ -68,7 +68,7 @@ class Telemetry:
         self._recorders = [name for name in wanted_packages(self.options) if name not in missing]
         self._plan = plan
         self._start_iteration = start_iteration
-        self._peak = peak
+        self.peak = peak
         self._sinks: list[Sink] = []
         self._console: ConsoleSink | None = None
         self._scalar_sinks: list[TensorboardSink | WandbSink] = []
@@ -113,7 +113,7 @@ class Telemetry:
         return Rates(
             tokens_per_s=tokens / (row.elapsed_ms * 1e-3) if row.elapsed_ms > 0.0 else None,
             model_tflops_per_rank=model_tflops_per_rank(flops, row.elapsed_ms, world_size),
-            mfu=model_flops_utilization(flops, row.elapsed_ms, world_size, self._peak),
+            mfu=model_flops_utilization(flops, row.elapsed_ms, world_size, self.peak),
         )
 
     def header(self, parameters: int, parameters_per_rank: int, **details: object) -> None:
@@ -138,8 +138,8 @@ class Telemetry:
             "versions": collect_versions(),
             "flops_convention": convention,
             "model_flops_per_token": model_flops_per_token(self._plan.model, convention),
-            "peak_flops_per_rank": self._peak.flops_per_s if self._peak else None,
-            "peak_convention": self._peak.description if self._peak else None,
+            "peak_flops_per_rank": self.peak.flops_per_s if self.peak else None,
+            "peak_convention": self.peak.description if self.peak else None,
             "start_iteration": self._start_iteration,
             **details,
         }

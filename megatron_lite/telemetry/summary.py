@@ -144,7 +144,7 @@ def _describe_flops(plan: Plan, facts: SummaryFacts) -> str:
     per_token = model_flops_per_token(plan.model, facts.flops_convention)
     text = f"{per_token:,} per token, forward and backward, attention {facts.flops_convention}"
     if facts.peak is None:
-        return f"{text}; no peak given, MFU is null"
+        return f"{text}; MFU is null: --log-throughput measures its peak"
     return (
         f"{text}; MFU against {facts.peak.flops_per_s / 1e9:.1f} GFLOP/s per rank "
         f"({facts.peak.description})"

@@ -44,6 +44,8 @@ from megatron_lite.shard.buffers import FlatBuffers, trained
 from megatron_lite.shard.flat import build_layout, default_bucket_size
 from megatron_lite.spec.params import ParamSpec, model_spec
 from megatron_lite.telemetry.facade import Telemetry
+from megatron_lite.telemetry.flops import MachinePeak
+from megatron_lite.telemetry.meters import measure_matmul_peak
 from megatron_lite.telemetry.timers import STEP_TIMERS, Timers
 from megatron_lite.train.dump import DebugDump
 from megatron_lite.train.parts import Core, Parts
@@ -178,6 +180,7 @@ def build_parts(
         plan,
         is_speaker=info.rank == info.world_size - 1,
         start_iteration=state.iteration,
+        peak=measure_peak(core),
     )
     return Parts(
         **vars(core),
@@ -227,6 +230,16 @@ def build_buffers(
         bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
     )
     return FlatBuffers(layout, params, coordinates, plan.parallel, plan.precision)
+
+
+def measure_peak(core: Core) -> MachinePeak | None:
+    """What MFU is measured against: only with --log-throughput, it takes a moment.
+
+    Every rank measures at the same time, so that each sees its share of the machine.
+    """
+    if not core.config.log_throughput:
+        return None
+    return measure_matmul_peak(core.stage.dtype, core.device)
 
 
 def build_timers(config: Config, device: torch.device) -> Timers:

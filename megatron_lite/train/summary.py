@@ -42,6 +42,7 @@ def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
         warnings=[*notices(parts.config, groups.world.size), *telemetry.warnings],
         device=describe_device(parts),
         flops_convention=telemetry.options.flops_convention,
+        peak=telemetry.peak,
     )
     if parts.config.legacy_loss_normalization:
         facts = SummaryFacts(**{**vars(facts), "loss_normalization": LEGACY})

@@ -37,7 +37,7 @@ def test_the_whole_summary() -> None:
         "  reproducibility   BITWISE on resume in this layout; "
         "MATCH32: any layout within fp32 rounding of one process",
         "  FLOPs             1,081,344 per token, forward and backward, attention full_square; "
-        "no peak given, MFU is null",
+        "MFU is null: --log-throughput measures its peak",
         "  memory per rank   MiB: parameters 1.0, main gradients 2.0, master weights 0.0, "
         "optimizer moments 4.0, activations (estimate) 0.5, logits chunk (estimate) 0.0, "
         "total 7.5",
