@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -175,6 +176,8 @@ def _serve(pipe: Connection, search_path: Sequence[str]) -> None:
     import torch
     import torch.distributed as dist
 
+    # Ctrl-C reaches the whole process group; the owner decides what ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     sys.path[:] = search_path
     # What was loaded before the fork is never garbage: collections only visit a run's objects.

@@ -36,7 +36,7 @@ class Planted(NamedTuple):
 
 
 PLANTED = (
-    Planted("sp_norm_reduction_dropped", "llama", ALL, ("sp",), "gradient", r"layernorm\.weight"),
+    Planted("sp_norm_reduction_dropped", "llama", ALL, ("sp",), "gradient", r".*layernorm\.weight"),
     Planted(
         "sp_row_bias_reduction_dropped", "gpt2", ALL, ("sp",), "gradient", r".*(fc2|proj)\.bias"
     ),
