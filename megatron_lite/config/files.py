@@ -34,10 +34,22 @@ def read_config_file(path: str) -> dict[Any, Any]:
 
 def parse_json(path: str, text: str) -> Any:
     """Parse JSON text, naming the place of a fault."""
+
+    def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        check_keys(path, [key for key, _ in pairs])
+        return dict(pairs)
+
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return json.loads(text, object_pairs_hook=build_object)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--config-file {path}: not JSON: {error}") from None
+
+
+def check_keys(path: str, keys: list[str]) -> None:
+    """Refuse a mapping that has a key more than once: the last one would win unseen."""
+    repeated = sorted({key for key in keys if keys.count(key) > 1})
+    if repeated:
+        raise UserError(f"--config-file {path}: {', '.join(repeated)}: given more than once")
 
 
 def parse_yaml(path: str, text: str) -> Any:
@@ -45,8 +57,12 @@ def parse_yaml(path: str, text: str) -> Any:
     import yaml
 
     try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            check_keys(path, keys)
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"--config-file {path}: not YAML: {' '.join(str(error).split())}") from None
 
 

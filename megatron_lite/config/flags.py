@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ def parse_words(argv: Sequence[str], options: Mapping[str, Option]) -> Arguments
 
 def store(result: Arguments, option: Option, name: str, words: Sequence[str]) -> None:
     """Convert the words after one flag and keep the value, or the fault."""
-    text = " ".join([name, *words])
+    text = " ".join([name, *(word if word.strip() else repr(word) for word in words)])
     try:
         if option.kind == "bool":
             value: Any = switch_value(option, name, words)
@@ -154,6 +155,11 @@ def convert(option: Option, words: list[str]) -> Any:
 def convert_word(option: Option, word: str) -> Any:
     """Turn one word into the option's type."""
     value: Any = word
+    if option.kind == "str" and not word.strip() and option.default != "":
+        # An unset variable of a launch script; taken as "not given" it would lose data.
+        raise ValueError("needs a value, got empty text")
+    if "\0" in word:
+        raise ValueError("contains a NUL character")
     if option.kind == "int":
         try:
             value = int(word)
@@ -185,7 +191,15 @@ def unknown_flag(name: str, names: Sequence[str]) -> str:
     if spelled in names:
         close = [spelled]
     else:
-        close = difflib.get_close_matches(spelled, names, n=3, cutoff=0.7)
+        # An abbreviation comes first; the most common one is short for few flags.
+        longer = [known for known in names if known.startswith(spelled + "-")]
+        close = longer if 1 <= len(longer) <= 3 else []
+        close += [
+            known
+            for known in difflib.get_close_matches(spelled, names, n=3, cutoff=0.7)
+            if known not in close
+        ]
+        close = close[:3]
     hint = f": did you mean {' or '.join(close)}?" if close else " (see --help)"
     return f"unknown flag {name}{hint}"
 
@@ -195,6 +209,12 @@ def parse_file(path: str, options: Mapping[str, Option]) -> Arguments:
     result = Arguments()
     for raw_key, raw_value in read_config_file(path).items():
         key = str(raw_key).replace("-", "_")
+        if key in result.values:
+            result.errors.append(f"{path}: {key} is given twice, with - and with _")
+            continue
+        if key == "config_file":
+            result.errors.append(f"{path}: {key}: a file cannot name another one")
+            continue
         option = options.get(key)
         if option is None:
             close = difflib.get_close_matches(key, tuple(options), n=3, cutoff=0.7)
@@ -207,7 +227,8 @@ def parse_file(path: str, options: Mapping[str, Option]) -> Arguments:
             result.errors.append(f"{path}: {key}: {fault}")
             continue
         result.values[key] = value
-        result.texts[key] = f"{key}: {raw_value} (in {path})"
+        shown = raw_value if isinstance(raw_value, str) else show_value(raw_value)
+        result.texts[key] = f"{key}: {shown} (in {path})"
     return result
 
 
@@ -219,18 +240,27 @@ def convert_file_value(option: Option, value: Any) -> Any:
         return None
     if option.kind == "bool":
         if not isinstance(value, bool):
-            raise ValueError(f"{value!r} is not true or false")
+            raise ValueError(f"{show_value(value)} is not true or false")
         return value
     if isinstance(value, bool | dict):
-        raise ValueError(f"{value!r} is not {describe_kind(option)}")
+        raise ValueError(f"{show_value(value)} is not {describe_kind(option)}")
     if not isinstance(value, list):
         # YAML 1.1 reads 1e-5 as text, so text is parsed as on the command line.
         return convert(option, [str(value)])
     if not option.nargs or option.join:
-        raise ValueError(f"{value!r} is a list; expected {describe_kind(option)}")
+        raise ValueError(f"{show_value(value)} is a list; expected {describe_kind(option)}")
     if not value:
         return ()
+    if any(isinstance(member, list | dict | bool | None) for member in value):
+        raise ValueError(f"{show_value(value)}: expected a list of plain values")
     return convert(option, [str(word) for word in value])
+
+
+def show_value(value: Any) -> str:
+    """Write a value of a file in a few words: aliases make a short file a huge value."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxlist, short.maxdict, short.maxstring = 2, 4, 4, 80
+    return short.repr(value)
 
 
 def rate_known_flags(

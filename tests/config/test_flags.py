@@ -233,3 +233,48 @@ def test_refused_key_of_a_file_is_refused(tmp_path):
     config = parse_config([*line(), "--config-file", str(path)], {})
     with pytest.raises(UserError, match="reinforcement"):
         check_config(config, 1)
+
+
+@pytest.mark.parametrize("words", [["--save", ""], ["--load="], ["--data-path", " "]])
+def test_empty_text_is_not_taken_for_a_flag_left_out(words):
+    # `--save "$SAVE"` with the variable unset would train for days and keep nothing.
+    with pytest.raises(UserError, match=f"{words[0].rstrip('=')} ' *': needs a value"):
+        parse_config([*line(), *words], {})
+
+
+def test_nul_characters_are_told():
+    with pytest.raises(UserError, match="NUL"):
+        parse_config([*line(), "--save", "a\0b"], {})
+
+
+def test_an_abbreviation_is_answered_with_the_whole_flag():
+    with pytest.raises(UserError, match="unknown flag --seq: did you mean --seq-length"):
+        parse_config([*line(), "--seq", "4"], {})
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n"
+    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.yaml", "lr: 1\nlr: 2\n", "lr: given more than once"),
+        ("x.json", '{"lr": 1, "lr": 2}', "lr: given more than once"),
+        ("x.yaml", "seq-length: 1\nseq_length: 2\n", "seq_length is given twice"),
+        ("x.yaml", "config_file: y.yaml\n", "cannot name another"),
+        ("x.yaml", "lr: " + "[" * 5000 + "]" * 5000, "recursion"),
+        ("x.json", '{"lr": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
+        ("x.json", '{"seed": ' + "1" * 5000 + "}", "digits"),
+        ("x.yaml", BOMB + "hidden_size: *i\n", "is a list; expected an integer"),
+        ("x.yaml", BOMB + "data_path: *i\n", "expected a list of plain values"),
+    ],
+)
+def test_hostile_file_is_told_at_once(tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(UserError, match=said) as caught:
+        parse_config([*line(), "--config-file", str(path)], {})
+    assert len(str(caught.value)) < 2000
