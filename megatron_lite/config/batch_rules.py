@@ -9,6 +9,7 @@ from megatron_lite.config.ramp import parse_batch_schedule
 
 GBS = "--global-batch-size"
 SCHEDULE = "--step-batch-size-schedule"
+LONGEST_RAMP = 2**16
 BY_STEPS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 BY_SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 
@@ -67,6 +68,11 @@ def ramp_fault(f: Facts) -> str:
             f"{nearest_multiples(f.batch_unit, start)}, INCREMENT "
             f"{nearest_multiples(f.batch_unit, increment)}"
         )
+    if (final - start) // increment > LONGEST_RAMP:
+        return (
+            f"{(final - start) // increment} increments, but at most {LONGEST_RAMP} are legal: "
+            "give a larger INCREMENT"
+        )
     return ""
 
 
@@ -110,7 +116,7 @@ def decay_length(f: Facts) -> tuple[int | None, int, str]:
 def warmup_broken(f: Facts) -> bool:
     """The warm-up must end before the decay does."""
     decay, warmup, _ = decay_length(f)
-    return bool(decay) and decay is not None and warmup > decay
+    return decay is not None and decay > 0 and warmup > decay
 
 
 def warmup_message(f: Facts) -> str:
@@ -244,12 +250,12 @@ BATCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "min-lr",
-        lambda f: f.config.lr is not None and f.config.min_lr > f.config.lr,
+        lambda f: f.config.lr is not None and 0 <= f.config.lr < f.config.min_lr,
         min_lr_message,
     ),
     Rule(
         "warmup-init",
-        lambda f: f.config.lr is not None and f.config.lr_warmup_init > f.config.lr,
+        lambda f: f.config.lr is not None and 0 <= f.config.lr < f.config.lr_warmup_init,
         lambda f: (
             f"--lr-warmup-init {f.config.lr_warmup_init} exceeds --lr {f.config.lr}; nearest "
             f"legal: {f.config.lr}"

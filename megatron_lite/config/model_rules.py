@@ -14,6 +14,11 @@ REQUIRED = (
     "max_position_embeddings",
     "micro_batch_size",
 )
+# A tensor dim of this program fits 32 bits; more is a slip of the finger, and would be tried.
+LARGEST_SIZE = 2**31 - 1
+LARGEST_LAYERS = 2**16
+LARGEST_SEED = 2**32 - 1  # of the generator that shuffles the data
+LARGEST_TIMEOUT = 366 * 24 * 60  # minutes of a year
 RECOMPUTE_FULL = "--recompute-granularity full"
 
 
@@ -39,6 +44,18 @@ def at_least_rule(field: str, least: int, name: str = "") -> Rule:
         lambda f: getattr(f.config, field) is not None and getattr(f.config, field) < least,
         lambda f: (
             f"{spelled} {getattr(f.config, field)} must be at least {least}; nearest legal: {least}"
+        ),
+    )
+
+
+def at_most_rule(field: str, most: int) -> Rule:
+    """A number with an upper bound; an unset field passes."""
+    return Rule(
+        f"at-most-{flag_name(field)[2:]}",
+        lambda f: getattr(f.config, field) is not None and getattr(f.config, field) > most,
+        lambda f: (
+            f"{flag_name(field)} {getattr(f.config, field)} must be at most {most}; nearest "
+            f"legal: {most}"
         ),
     )
 
@@ -162,6 +179,24 @@ MODEL_RULES: tuple[Rule, ...] = (
         )
     ),
     at_least_rule("vocab_size", 2),
+    *(
+        at_most_rule(field, LARGEST_SIZE)
+        for field in (
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "kv_channels",
+            "seq_length",
+            "max_position_embeddings",
+            "micro_batch_size",
+            "global_batch_size",
+            "vocab_size",
+            "make_vocab_size_divisible_by",
+        )
+    ),
+    at_most_rule("num_layers", LARGEST_LAYERS),
+    at_most_rule("seed", LARGEST_SEED),
+    at_most_rule("distributed_timeout_minutes", LARGEST_TIMEOUT),
     at_least_rule("init_method_std", 0),
     above_zero_rule("layernorm_epsilon", "--norm-epsilon"),
     above_zero_rule("rotary_percent"),

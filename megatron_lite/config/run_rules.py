@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 
 from megatron_lite.config.facts import Facts, Rule
@@ -53,8 +54,8 @@ def blend_fault(words: tuple[str, ...]) -> str:
         return ""
     if not all(numeric[::2]):
         return "some prefixes have a weight and some have none: give all or none"
-    if any(float(weight) <= 0 for weight in words[::2]):
-        return "every weight must be greater than 0"
+    if not all(0 < float(weight) < math.inf for weight in words[::2]):
+        return "every weight must be a finite number greater than 0"
     return ""
 
 

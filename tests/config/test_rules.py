@@ -281,3 +281,31 @@ def test_nearest_legal_values():
 def test_rule_ids_are_unique():
     ids = [rule.id for rule in RULES]
     assert len(ids) == len(set(ids))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        ("--hidden-size 1000000000001", "at-most-hidden-size"),
+        ("--seq-length 99999999999999999999", "at-most-seq-length"),
+        ("--vocab-size 100000000000000", "at-most-vocab-size"),
+        ("--num-layers 100000000000", "at-most-num-layers"),
+        ("--seed 4294967296", "at-most-seed"),
+        ("--distributed-timeout-minutes 99999999999999", "at-most-distributed-timeout-minutes"),
+        ("--global-batch-size 1000000000 --rampup-batch-size 2 2 1000", "rampup"),
+    ],
+)
+def test_huge_numbers_are_refused_without_trying_them(flags, rule):
+    assert rule in broken(flags)
+
+
+def test_a_negative_rate_is_one_fault():
+    assert broken("--lr -1") == ["at-least-lr"]
+    assert broken("--lr 0 --min-lr 1") == ["min-lr"]
+    assert broken("--train-iters -1", drop="--train-iters") == ["at-least-train-iters"]
+
+
+@pytest.mark.parametrize("weight", ["nan", "inf"])
+def test_a_weight_of_a_blend_is_finite(weight):
+    assert "blend" in broken(f"--data-path {weight} a 1 b", drop="--mock-data")
