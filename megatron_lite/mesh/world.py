@@ -57,9 +57,9 @@ def detect_world(environ: Mapping[str, str]) -> WorldInfo:
         ("local rank", world.local_rank, world.local_world_size),
     ):
         if not 0 <= rank < size:
-            raise UserError(
-                f"{name} {rank} is outside 0..{size - 1} in the environment of {world.launcher}"
-            )
+            legal = f"outside 0..{size - 1}" if size > 0 else f"given for {size} ranks"
+            source = "" if world.launcher == "environment" else f" of {world.launcher}"
+            raise UserError(f"{name} {rank} is {legal} in the environment{source}")
     return world
 
 

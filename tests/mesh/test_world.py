@@ -139,6 +139,7 @@ def test_mpich() -> None:
         ({"RANK": "3"}, "WORLD_SIZE is not"),
         ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK='two'"),
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}, "rank 4 is outside 0..3"),
+        ({"WORLD_SIZE": "0"}, "rank 0 is given for 0 ranks"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK"),
     ],
 )
