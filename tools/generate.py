@@ -11,7 +11,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, too
 
 from megatron_lite.checkpoint.catalog import find_checkpoint
 from megatron_lite.config.schema import Config

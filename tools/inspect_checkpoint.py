@@ -9,7 +9,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, too
 
 from megatron_lite.checkpoint.catalog import Found, find_checkpoint
 from megatron_lite.errors import DamagedError, UserError

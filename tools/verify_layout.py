@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, too
+
 from megatron_lite.config.flags import parse_config
 from megatron_lite.config.rules import check_config
 from megatron_lite.config.schema import Config
