@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import socket
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,10 @@ from numpy.typing import NDArray
 from megatron_lite.errors import DamagedError
 
 Arrays = Mapping[str, NDArray[Any]]
-UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+DESCRIPTION_FILE = "description.json"
+# An array is checked at every start: the whole of a small one, spread blocks of a large one.
+CHECKED_BLOCKS = 256
+CHECKED_BLOCK_BYTES = 1 << 18
 
 
 def cache_key(facts: Mapping[str, Any]) -> str:
@@ -67,18 +71,17 @@ class IndexCache:
         try:
             return self._build_locked(entry, facts, names, build)
         except OSError as error:
-            if error.errno in UNWRITABLE:
-                self._announce(
-                    f"note: the index cache {self._root} is not writable; building in memory "
-                    f"(--data-cache-path names another folder)"
-                )
-                return build()
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DamagedError(
                     f"no space left for the index cache in {self._root}; "
                     f"--data-cache-path names another folder"
                 ) from None
-            raise
+            # Read-only, not a folder, out of locks: the run does not depend on the cache.
+            self._announce(
+                f"note: the index cache {self._root} cannot be used ({error.strerror}); building "
+                f"in memory (--data-cache-path names another folder)"
+            )
+            return build()
 
     def _build_locked(
         self,
@@ -94,7 +97,7 @@ class IndexCache:
                 return loaded
             if entry.exists():
                 self._announce(f"note: index cache entry {entry} is damaged; building it again")
-                shutil.rmtree(entry)
+                _remove(entry)
             if alone:
                 for leftover in entry.parent.glob(f"{entry.name}.tmp-*"):
                     shutil.rmtree(leftover, ignore_errors=True)
@@ -106,10 +109,35 @@ class IndexCache:
 
     @staticmethod
     def _load(entry: Path, names: tuple[str, ...]) -> Arrays | None:
+        """Map the arrays of an entry; None where it is absent or not what was written."""
         try:
-            return {name: _map_array(entry / f"{name}.npy") for name in names}
-        except (OSError, ValueError, EOFError):
+            described = json.loads((entry / DESCRIPTION_FILE).read_text())["arrays"]
+            arrays = {name: _map_array(entry / f"{name}.npy") for name in names}
+        except (OSError, ValueError, EOFError, KeyError, TypeError, RecursionError):
             return None
+        if any(described.get(name) != _describe(array) for name, array in arrays.items()):
+            return None
+        return arrays
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
+
+
+def _describe(array: NDArray[Any]) -> dict[str, Any]:
+    """Type, shape and a checksum over at most 64 MiB, so that a start stays quick."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    checksum = 0
+    if len(data) <= CHECKED_BLOCKS * CHECKED_BLOCK_BYTES:
+        checksum = zlib.crc32(data.data)
+    else:
+        for block in range(CHECKED_BLOCKS):
+            start = block * (len(data) - CHECKED_BLOCK_BYTES) // (CHECKED_BLOCKS - 1)
+            checksum = zlib.crc32(data[start : start + CHECKED_BLOCK_BYTES].data, checksum)
+    return {"dtype": array.dtype.str, "shape": list(array.shape), "crc32": checksum}
 
 
 def _map_array(path: Path) -> NDArray[Any]:
@@ -126,7 +154,9 @@ def _publish(entry: Path, facts: Mapping[str, Any], arrays: Arrays) -> None:
             np.save(file, array)
             file.flush()
             os.fsync(file.fileno())
-    (temporary / "description.json").write_text(json.dumps(facts, indent=1) + "\n")
+    described = {name: _describe(np.asarray(array)) for name, array in arrays.items()}
+    content = {"facts": dict(facts), "arrays": described}
+    (temporary / DESCRIPTION_FILE).write_text(json.dumps(content, indent=1) + "\n")
     try:
         temporary.rename(entry)
     except OSError as error:

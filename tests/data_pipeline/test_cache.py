@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -57,7 +58,9 @@ def test_second_use_loads_what_the_first_built(tmp_path: Path) -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "garbage"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "remove", "garbage", "zeros", "flip", "shorter", "type", "file"]
+)
 def test_a_damaged_entry_is_built_again(tmp_path: Path, damage: str) -> None:
     calls: list[int] = []
     said: list[str] = []
@@ -68,8 +71,21 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path, damage: str) -> None:
         path.write_bytes(path.read_bytes()[:-8])
     elif damage == "remove":
         path.unlink()
-    else:
+    elif damage == "file":
+        shutil.rmtree(path.parent)
+        path.parent.write_text("not a folder")
+    elif damage == "garbage":
         path.write_bytes(b"nonsense")
+    else:
+        # Still a good .npy file, whose samples would be wrong without a word.
+        whole = np.load(path)
+        changes = {
+            "zeros": np.zeros_like(whole),
+            "flip": whole ^ (whole == 3),
+            "shorter": whole[:-1],
+            "type": whole.astype(np.int32),
+        }
+        np.save(path, changes[damage])
     assert cache.get({}, NAMES, counting(calls))["b"].tolist() == arrays()["b"].tolist()
     assert len(calls) == 2 and "damaged" in said[0]
 
@@ -214,3 +230,26 @@ def test_default_cache_lies_beside_the_data(tmp_path: Path) -> None:
     )
     entries = list((tmp_path / "cache" / "GPTDataset_indices").glob("*/shuffle_index.npy"))
     assert len(entries) == 1
+
+
+@pytest.mark.parametrize("place", ["file", "below a file", "lock is a folder"])
+def test_a_cache_that_cannot_be_used_is_told_and_done_without(tmp_path: Path, place: str) -> None:
+    said: list[str] = []
+    root = tmp_path / "cache"
+    if place == "lock is a folder":
+        (root / f"{cache_module.cache_key({})}.lock").mkdir(parents=True)
+    else:
+        root.write_text("in the way")
+        root = root / "sub" if place == "below a file" else root
+    found = IndexCache(root, said.append).get({}, NAMES, arrays)
+    assert found["a"].tolist() == [0, 1, 2, 3, 4]
+    assert len(said) == 1 and "cannot be used" in said[0] and "--data-cache-path" in said[0]
+
+
+def test_a_large_array_is_checked_in_blocks_from_end_to_end() -> None:
+    array = np.zeros(cache_module.CHECKED_BLOCKS * cache_module.CHECKED_BLOCK_BYTES + 4096, "u1")
+    before = cache_module._describe(array)
+    for place in (0, len(array) - 1):
+        array[place] = 1
+        assert cache_module._describe(array) != before
+        array[place] = 0
