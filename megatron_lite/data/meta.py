@@ -47,12 +47,28 @@ def load_meta(prefix: str | Path) -> DatasetMeta | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         meta = DatasetMeta(**{k: v for k, v in content.items() if k in known})
-        int(meta.vocab_size)
-    except (ValueError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        _check_types(meta)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(
             f"{path}: not a dataset record ({error}); delete it to do without"
         ) from None
     return meta
+
+
+def _check_types(meta: DatasetMeta) -> None:
+    """Refuse a record whose numbers are none: they are compared with the run's.
+
+    Raises:
+        ValueError: naming the first wrong field.
+    """
+    for name in ("vocab_size", "max_token_id", "documents", "tokens", "eod"):
+        value = getattr(meta, name)
+        if not (isinstance(value, int) or (name == "eod" and value is None)):
+            raise ValueError(f"{name} is {value!r}, not an integer")
+    if meta.vocab_size < 1:
+        raise ValueError(f"vocab_size is {meta.vocab_size}, not a positive number")
+    if not isinstance(meta.skipped, dict):
+        raise ValueError(f"skipped is {meta.skipped!r}, not a mapping of counts")
 
 
 def save_meta(prefix: str | Path, meta: DatasetMeta) -> None:

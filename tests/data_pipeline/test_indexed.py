@@ -229,3 +229,30 @@ def test_no_space_left_is_told_and_leaves_nothing(
         monkeypatch.setattr(writer, "_bin", FullDisk())
         writer.add_document([1])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ('"vocab_size": 256', '"vocab_size": "256"'),
+        ('"vocab_size": 256', '"vocab_size": -1'),
+        ('"tokens": 3', '"tokens": null'),
+        ('"eod": null', '"eod": "end"'),
+        ("{", "[" * 100_000),
+    ],
+)
+def test_a_record_with_wrong_values_is_told(tmp_path: Path, change: tuple[str, str]) -> None:
+    prefix = write_dataset(tmp_path / "x", [[1, 2, 3]], recorded_vocab_size=256)
+    path = Path(f"{prefix}.meta.json")
+    text = path.read_text()
+    assert change[0] in text
+    path.write_text(text.replace(*change, 1))
+    with pytest.raises(DamagedError, match="not a dataset record"):
+        IndexedDataset(prefix)
+
+
+def test_a_folder_in_the_place_of_the_record_is_told(tmp_path: Path) -> None:
+    prefix = write_dataset(tmp_path / "x", [[1, 2, 3]])
+    Path(f"{prefix}.meta.json").mkdir()
+    with pytest.raises(DamagedError, match="delete it to do without"):
+        IndexedDataset(prefix)
