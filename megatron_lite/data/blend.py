@@ -45,6 +45,8 @@ def normalize_weights(weights: list[float]) -> NDArray[np.float64]:
     array = np.array(weights, dtype=np.float64)
     if not np.all(np.isfinite(array)) or np.any(array <= 0):
         raise UserError(f"blend weights must be positive numbers, got {weights}")
+    if array.max() > np.finfo(np.float64).max / len(array):
+        array = array / array.max()  # the sum would overflow
     normalized: NDArray[np.float64] = array / array.sum()
     return normalized
 

@@ -4,6 +4,7 @@ A split is a slice of the sequences in file order (nothing is shuffled before it
 Megatron-LM's rounding, so the same flags select the same documents as there.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ def read_data_args(path: str) -> list[str]:
         return Path(path).read_text(encoding="utf-8").split()
     except OSError as error:
         raise UserError(f"--data-args-path {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--data-args-path {path}: not a text file ({error})") from None
 
 
 def parse_split(text: str) -> tuple[tuple[float, float], ...]:
@@ -75,7 +78,7 @@ def parse_split(text: str) -> tuple[tuple[float, float], ...]:
         shares = [float(number) for number in re.findall(r"[.0-9]+", text)]
     except ValueError:
         shares = []
-    if not 1 <= len(shares) <= 3 or sum(shares) <= 0 or re.search(r"(^|[,\s])-", text):
+    if not 1 <= len(shares) <= 3 or not 0 < sum(shares) < math.inf or re.search(r"-|[^\W\d]", text):
         raise UserError(f'--split "{text}": give one to three numbers, such as 98,2,0')
     shares += [0.0] * (3 - len(shares))
     total = sum(shares)

@@ -309,3 +309,9 @@ def test_a_negative_rate_is_one_fault():
 @pytest.mark.parametrize("weight", ["nan", "inf"])
 def test_a_weight_of_a_blend_is_finite(weight):
     assert "blend" in broken(f"--data-path {weight} a 1 b", drop="--mock-data")
+
+
+@pytest.mark.parametrize("split", ["1e5,1", "nan,1,0", "98%,x", "9" * 400 + ",1,0"])
+def test_a_split_is_made_of_plain_finite_numbers(split):
+    words = [*line("--data-path a", drop="--mock-data"), "--split", split]
+    assert "split" in [rule for rule, _ in violations(parse_config(words, {}), 1)]

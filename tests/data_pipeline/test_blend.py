@@ -156,3 +156,7 @@ def test_unweighted_blend_is_one_epoch_of_each_and_no_more(tmp_path: Path) -> No
     assert origins == {(0, i) for i in range(10)} | {(1, i) for i in range(20)}
     with pytest.raises(UserError, match="30 train samples, but the run needs 31"):
         build(31)
+
+
+def test_weights_whose_sum_overflows_keep_their_shares() -> None:
+    assert normalize_weights([1e308, 1e308, 2e307 * 5]).tolist() == pytest.approx([1 / 3] * 3)

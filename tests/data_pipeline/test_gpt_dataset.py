@@ -11,7 +11,12 @@ from megatron_lite.data.build import Datasets, build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.sample_index import SampleIndex
-from megatron_lite.data.splits import parse_data_path, parse_split, split_slice
+from megatron_lite.data.splits import (
+    parse_data_path,
+    parse_split,
+    read_data_args,
+    split_slice,
+)
 from megatron_lite.errors import DamagedError, UserError
 from tests.data_pipeline.corpora import Settings, write_dataset
 
@@ -245,3 +250,15 @@ def test_fingerprint_names_what_fixes_the_order_and_nothing_else(tmp_path: Path)
     with Path(f"{prefix}.bin").open("r+b") as file:
         file.write(b"\x07")
     assert build(Settings(data_path=(prefix,)), (100, 0, 0)).fingerprint() != base
+
+
+@pytest.mark.parametrize("text", ["1e5,1", "nan,1", "9" * 400 + ",1", "-1,2"])
+def test_a_split_of_anything_but_plain_numbers_is_told(text: str) -> None:
+    with pytest.raises(UserError, match="give one to three numbers"):
+        parse_split(text)
+
+
+def test_a_file_of_data_arguments_that_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "args").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not a text file"):
+        read_data_args(str(tmp_path / "args"))
