@@ -22,6 +22,8 @@ def flag_list(f: Facts, fields: tuple[str, ...]) -> str:
 
 def unit_text(f: Facts) -> str:
     """Explain the smallest global batch."""
+    if f.dp == 0:  # told by a rule of its own
+        return f"--micro-batch-size {f.config.micro_batch_size}, whatever the data parallel size"
     return (
         f"--micro-batch-size {f.config.micro_batch_size} x data parallel size {f.dp} = "
         f"{f.batch_unit}"
@@ -32,8 +34,8 @@ def batch_message(f: Facts) -> str:
     """Tell which batch sizes fit."""
     size, mbs = f.number("global_batch_size"), f.number("micro_batch_size")
     near = f"{GBS} {nearest_multiples(f.batch_unit, size)}"
-    if size % f.dp == 0:
-        near += f", --micro-batch-size {nearest_divisors(size // f.dp, mbs)}"
+    if size % f.least_dp == 0:
+        near += f", --micro-batch-size {nearest_divisors(size // f.least_dp, mbs)}"
     return f"{GBS} {size} must be a multiple of {unit_text(f)}; nearest legal: {near}"
 
 

@@ -56,10 +56,15 @@ class Facts:
         return 0 if self.world_size % self.model_ranks else self.world_size // self.model_ranks
 
     @property
+    def least_dp(self) -> int:
+        """Data parallel size, 1 where the world does not divide: batches must fit any."""
+        return max(self.dp, 1)
+
+    @property
     def batch_unit(self) -> int:
         """Samples of one micro-step over all ranks; 0 where unknown."""
         mbs = self.config.micro_batch_size
-        return mbs * self.dp if mbs is not None and mbs > 0 else 0
+        return mbs * self.least_dp if mbs is not None and mbs > 0 else 0
 
     def has(self, *names: str) -> bool:
         """Say whether all of these fields are set to positive numbers."""
