@@ -9,6 +9,7 @@ Neither needs the process group to be alive.
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -69,12 +70,21 @@ class FailureBoard(Protocol):
         ...
 
 
-class DirectoryBoard:
-    """A directory on the node. Entries older than this process are of another run."""
+# A rank may start this much later than one that has failed and spoken already.
+_LATE_START_S = 5.0
 
-    def __init__(self, directory: Path, started: float) -> None:
+
+class DirectoryBoard:
+    """A directory on the node. Older entries, from before this process, are of another run.
+
+    The last of the `readers` to leave removes it, so that the same ranks started again find
+    an empty board.
+    """
+
+    def __init__(self, directory: Path, started: float, readers: int) -> None:
         self._directory = directory
-        self._started = started
+        self._oldest = started - _LATE_START_S
+        self._readers = readers
 
     def claim(self) -> bool:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,7 +110,10 @@ class DirectoryBoard:
         return Failure(**json.loads(path.read_text()))
 
     def leave(self) -> None:
-        """Nothing to say: a directory outlives its readers."""
+        (self._directory / f"left-{os.getpid()}").touch(mode=0o600)
+        left = sum(self._is_current(path) for path in self._directory.glob("left-*"))
+        if left >= self._readers:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def all_left(self) -> bool:
         return True
@@ -111,7 +124,7 @@ class DirectoryBoard:
         except FileNotFoundError:
             return False
         # In a shared temporary directory somebody else's file says nothing about this run.
-        return status.st_mtime >= self._started and status.st_uid == os.getuid()
+        return status.st_mtime >= self._oldest and status.st_uid == os.getuid()
 
 
 class KeyValueStore(Protocol):
@@ -149,17 +162,19 @@ class StoreBoard:
         return self._store.add("left", 0) >= self._world_size
 
 
-def node_board(environ: Mapping[str, str]) -> DirectoryBoard:
+def node_board(environ: Mapping[str, str], local_world_size: int) -> DirectoryBoard:
     """The board of the ranks that one launcher started on this node."""
     rendezvous = environ.get(RENDEZVOUS_VARIABLE, "")
     if rendezvous.startswith("file://"):
         return DirectoryBoard(
-            Path(rendezvous.removeprefix("file://") + ".status"), process_start_time()
+            Path(rendezvous.removeprefix("file://") + ".status"),
+            process_start_time(),
+            local_world_size,
         )
     parts = [rendezvous, str(os.getppid()), *(environ.get(name, "") for name in _RUN_VARIABLES)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     root = Path(tempfile.gettempdir()) / f"megatron_lite-{os.getuid()}"
-    return DirectoryBoard(root / key, process_start_time())
+    return DirectoryBoard(root / key, process_start_time(), local_world_size)
 
 
 def process_start_time() -> float:

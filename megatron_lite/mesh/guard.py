@@ -73,7 +73,8 @@ def run_guarded(
     if save_dir is not None:
         status.save_dir = Path(save_dir)
     if info.world_size > 1:
-        status.boards.insert(0, node_board(os.environ if environ is None else environ))
+        environ = os.environ if environ is None else environ
+        status.boards.insert(0, node_board(environ, info.local_world_size))
     watcher = _Watcher(info, status)
     watcher.start()
     try:
