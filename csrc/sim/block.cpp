@@ -107,6 +107,9 @@ void Block::reset(uint3 index, int64_t linear_index) {
     const int num_sets = std::max(2, kRaceFibers / (num_warps_ * 32));
     if (static_cast<int>(sets_.size()) < num_sets) sets_.resize(num_sets);
     set_ = &sets_[static_cast<size_t>(blocks_run_ % num_sets)];
+    // Here, not on first use: a fiber inherits the order of events from its creator.
+    while (static_cast<int>(set_->fibers.size()) < num_threads_)
+      set_->fibers.push_back(make_fiber(num_fibers_++));
   }
 }
 
@@ -141,13 +144,8 @@ Lane* Block::next_lane() {
 }
 
 Fiber* Block::take_fiber(Lane& lane) {
-  if (race_check) {  // a lane keeps its stack: nothing is shared that the kernel did not share
-    Unobserved unobserved;
-    if (set_->fibers.capacity() < kMaxThreads) set_->fibers.reserve(kMaxThreads);
-    while (static_cast<int>(set_->fibers.size()) <= lane.index)
-      set_->fibers.push_back(make_fiber(num_fibers_++));
-    return &set_->fibers[static_cast<size_t>(lane.index)];
-  }
+  // A lane keeps its stack: nothing is shared that the kernel did not share.
+  if (race_check) return &set_->fibers[static_cast<size_t>(lane.index)];
   if (spare_.empty()) spare_.push_back(new Fiber(make_fiber(num_fibers_++)));
   Fiber* fiber = spare_.back();
   spare_.pop_back();
@@ -171,6 +169,7 @@ void Block::lane_main() {
     Lane& lane = current_lane();
     acquire(&block.state_->begin_sync);
     block.launch_->body(block.launch_->arguments);
+    async_wait(-1);  // what nobody waited for lands as well: the race check must see it
     release(&block.state_->end_sync);
     block.exit_lane(lane);
     Lane* next = block.next_lane();
