@@ -12,7 +12,7 @@ from tests.optim.test_schedule import settings
 RATES = (
     "1.000000e-03 9.779754e-04 9.140576e-04 8.145034e-04 6.890576e-04 5.500000e-04 "
     "4.109424e-04 2.854966e-04 1.859424e-04 1.220246e-04"
-).split()
+)
 SHAPES = [
     ("constant", {}),
     ("linear", {"init_lr": 1e-5}),
@@ -28,8 +28,8 @@ SHAPES = [
 @pytest.mark.parametrize("layout", FEW)
 def test_c036_an_interrupted_cosine_uses_the_known_rates(resumed: Resumed, layout: str) -> None:
     whole, rest = resumed(layout)
-    assert [f"{row['learning_rate']:.6e}" for row in whole.rows] == RATES
-    assert [f"{row['learning_rate']:.6e}" for row in rest.rows] == RATES[5:]
+    assert [f"{row['learning_rate']:.6e}" for row in whole.rows] == RATES.split()
+    assert [f"{row['learning_rate']:.6e}" for row in rest.rows] == RATES.split()[5:]
 
 
 @pytest.mark.parametrize(("style", "changes"), SHAPES, ids=str)
