@@ -12,7 +12,7 @@ __thread ThreadIndices* current __attribute__((tls_model("initial-exec"))) = nul
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr int kRaceFibers = 2048;  // how many threads the race check tells apart at most
+constexpr size_t kRaceFibers = 2048;  // per OS thread; ThreadSanitizer knows 8128 in all
 
 std::string at(Site site) {
   std::string file = site.file;
@@ -35,7 +35,9 @@ void shuffle_positions(uint8_t* order, int n, Order kind, uint64_t seed) {
 
 }  // namespace
 
-Block::Block() : lanes_(kMaxThreads), warps_(kMaxThreads / 32) {}
+Block::Block() : lanes_(kMaxThreads), warps_(kMaxThreads / 32) {
+  if (race_check) ring_.reserve(kRaceFibers);
+}
 
 void Block::run(const Launch& launch, const Options& launch_options, LaunchState& state,
                 uint3 index, int64_t linear_index) {
@@ -54,13 +56,16 @@ void Block::run(const Launch& launch, const Options& launch_options, LaunchState
   free_shared();
   for (int i = 0; i < num_threads_; ++i) {
     Lane& lane = lanes_[i];
+    // A failed launch leaves threads behind; what they did is before what the host does next.
+    if (lane.fiber != nullptr && lane.state != State::exited)
+      release_as(*lane.fiber, home_, &state.end_sync);
     lane.copies.clear();
     lane.groups.clear();
     lane.log.clear();
     if (!race_check && lane.fiber != nullptr) spare_.push_back(lane.fiber);  // after a failure
     lane.fiber = nullptr;
   }
-  ++blocks_run_;
+  sync_.reset();
   counters.blocks += 1;
   counters.threads += static_cast<uint64_t>(num_threads_);
 }
@@ -98,18 +103,19 @@ void Block::reset(uint3 index, int64_t linear_index) {
   ready_warps_ = 0;
   for (int i = 0; i < num_threads_; ++i) make_ready(lanes_[i]);
 
+  const auto lanes_in_use = static_cast<size_t>(num_threads_);
   const size_t bytes = launch_->dynamic_shared_bytes;
   void* memory = nullptr;
   if (bytes != 0 && posix_memalign(&memory, 128, bytes) != 0) std::abort();
   if (bytes != 0) std::memset(memory, 0xff, bytes);
   dynamic_ = static_cast<char*>(memory);
   if (race_check) {
-    const int num_sets = std::max(2, kRaceFibers / (num_warps_ * 32));
-    if (static_cast<int>(sets_.size()) < num_sets) sets_.resize(num_sets);
-    set_ = &sets_[static_cast<size_t>(blocks_run_ % num_sets)];
+    sync_ = std::make_unique<BlockSync>();
     // Here, not on first use: a fiber inherits the order of events from its creator.
-    while (static_cast<int>(set_->fibers.size()) < num_threads_)
-      set_->fibers.push_back(make_fiber(num_fibers_++));
+    while (ring_.size() < std::min(kRaceFibers, ring_next_ + lanes_in_use))
+      ring_.push_back(make_fiber(num_fibers_++));
+    ring_first_ = ring_next_;
+    ring_next_ = (ring_next_ + lanes_in_use) % kRaceFibers;
   }
 }
 
@@ -145,7 +151,7 @@ Lane* Block::next_lane() {
 
 Fiber* Block::take_fiber(Lane& lane) {
   // A lane keeps its stack: nothing is shared that the kernel did not share.
-  if (race_check) return &set_->fibers[static_cast<size_t>(lane.index)];
+  if (race_check) return &ring_[(ring_first_ + static_cast<size_t>(lane.index)) % kRaceFibers];
   if (spare_.empty()) spare_.push_back(new Fiber(make_fiber(num_fibers_++)));
   Fiber* fiber = spare_.back();
   spare_.pop_back();
@@ -224,7 +230,7 @@ void Block::wait_at_barrier(int id, int expected, bool predicate, const char* na
   me.site = site;
   me.waits_in = name;
   me.barrier_id = id;
-  if (race_check) release(&set_->barrier_sync[id][phase]);
+  if (race_check) release(&sync_->barriers[id][phase]);
   if (barrier.arrived == 0) {
     barrier.site = site;
     barrier.name = name;
@@ -255,7 +261,7 @@ void Block::wait_at_barrier(int id, int expected, bool predicate, const char* na
     }
     me.state = State::ready;
   }
-  if (race_check) acquire(&set_->barrier_sync[id][phase]);
+  if (race_check) acquire(&sync_->barriers[id][phase]);
   result = barrier.result[phase];
 }
 
@@ -311,7 +317,7 @@ void Block::syncwarp(uint32_t mask, Site site) {
   MaskSync* meeting = nullptr;
   {
     Unobserved unobserved;
-    meeting = &set_->warp_sync[current_lane().warp->index][mask];
+    meeting = &sync_->warps[current_lane().warp->index][mask];
   }
   const uint32_t generation = meeting->generation;
   uint64_t* const address = &meeting->sync[generation & 1];
@@ -391,6 +397,10 @@ void Block::free_shared() {
 }
 
 // ---- what kernel code calls ------------------------------------------------------------
+#if defined(ML_SIM_TSAN)
+const ThreadIndices& indices() { return *current; }
+#endif
+
 void fail(Site site, const char* what) { current_lane().owner->fail(site, what); }
 
 int barrier(int id, int expected, bool predicate, const char* name, Site site) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -83,17 +84,16 @@ struct StaticArray {
   size_t bytes;
 };
 
-// What the fibers of one block synchronise on, seen by the race check. A set is used again
-// only many blocks later, so that blocks near each other are strangers to it.
+// What the threads of one block synchronise on, seen by the race check. Made anew for every
+// block, so that no order between blocks comes from it.
 struct MaskSync {
   uint32_t generation = 0;  // completed __syncwarp calls with this mask
-  uint64_t sync[2] = {};
+  uint64_t sync[2] = {};    // by parity of the generation
 };
 
-struct FiberSet {
-  std::vector<Fiber> fibers;          // by thread index
-  uint64_t barrier_sync[16][2] = {};  // by barrier, parity of its generation
-  std::map<uint32_t, MaskSync> warp_sync[32];
+struct BlockSync {
+  uint64_t barriers[16][2] = {};  // by barrier, parity of its generation
+  std::map<uint32_t, MaskSync> warps[32];
 };
 
 // State of a launch that its blocks share.
@@ -150,9 +150,10 @@ class Block {
   Fiber home_;
   std::vector<Fiber*> spare_;
   int num_fibers_ = 0;
-  std::vector<FiberSet> sets_;
-  FiberSet* set_ = nullptr;
-  int64_t blocks_run_ = 0;
+  std::vector<Fiber> ring_;  // race check: blocks take fibers in turn, so that two blocks near
+  size_t ring_first_ = 0;    // each other are different threads to it
+  size_t ring_next_ = 0;
+  std::unique_ptr<BlockSync> sync_;
   char* dynamic_ = nullptr;
   std::vector<StaticArray> arrays_;
 };

@@ -48,6 +48,11 @@ void entered_fiber(Fiber* from_home);
 constexpr bool race_check = true;
 inline void acquire(void* sync) { __tsan_acquire(sync); }
 inline void release(void* sync) { __tsan_release(sync); }
+inline void release_as(Fiber& fiber, Fiber& home, void* sync) {
+  __tsan_switch_to_fiber(fiber.tsan, 1);
+  __tsan_release(sync);
+  __tsan_switch_to_fiber(home.tsan, 1);
+}
 inline void reads(const void* p, size_t n, void* pc) {
   __tsan_read_range_pc(const_cast<void*>(p), n, pc);
 }
@@ -61,6 +66,7 @@ struct Unobserved {
 constexpr bool race_check = false;
 inline void acquire(void*) {}
 inline void release(void*) {}
+inline void release_as(Fiber&, Fiber&, void*) {}
 inline void reads(const void*, size_t, void*) {}
 inline void writes(void*, size_t, void*) {}
 struct Unobserved {

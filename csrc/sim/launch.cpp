@@ -106,6 +106,7 @@ Process& process() {
 }
 
 std::unique_ptr<Block> take_block() {
+  Unobserved unobserved;
   std::lock_guard<std::mutex> lock(process().mutex);
   auto& idle = process().idle;
   if (idle.empty()) return std::make_unique<Block>();
@@ -200,7 +201,8 @@ int run(const Launch& launch) {
     }
     return_block(std::move(block));
   };
-  const int wanted = options.os_threads > 0 ? options.os_threads : available_cores();
+  int wanted = options.os_threads > 0 ? options.os_threads : available_cores();
+  if (race_check) wanted = std::min(wanted, 2);  // the fibers of more are too many for it
   std::vector<std::thread> helpers;
   for (int64_t i = 1; i < std::min<int64_t>(wanted, num_blocks); ++i) helpers.emplace_back(work);
   work();

@@ -57,10 +57,16 @@ struct ThreadIndices {
 // take little of the static thread-local storage, which makes the fastest access possible.
 extern __thread ThreadIndices* current __attribute__((tls_model("initial-exec")));
 
+#if defined(__SANITIZE_THREAD__) || defined(ML_SIM_TSAN)
+const ThreadIndices& indices();  // in the runtime: no access of the kernel's
+#else
+inline const ThreadIndices& indices() { return *current; }
+#endif
+
 }  // namespace sim
 
-#define threadIdx (::sim::current->thread)
-#define blockIdx (::sim::current->block->block)
-#define blockDim (::sim::current->block->block_size)
-#define gridDim (::sim::current->block->grid_size)
+#define threadIdx (::sim::indices().thread)
+#define blockIdx (::sim::indices().block->block)
+#define blockDim (::sim::indices().block->block_size)
+#define gridDim (::sim::indices().block->grid_size)
 constexpr int warpSize = 32;

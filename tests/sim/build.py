@@ -35,10 +35,8 @@ CACHE = ROOT / "build" / "sim"
 RUNTIME = sorted((CSRC / "sim").glob("*.cpp"))
 
 # No contraction: a multiply and an add round twice, at every level of optimisation.
-COMMON = (
-    "-std=c++17 -ffp-contract=off -fPIC -fno-strict-aliasing -fno-gnu-unique -pthread "
-    "-Wall -Wextra -Wno-unknown-pragmas"
-).split()
+CODE = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-pthread")
+COMMON = (*CODE, "-fno-gnu-unique", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 MODES: dict[str, tuple[str, ...]] = {
     "plain": ("-O2", "-g1"),
     "asan": ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address"),
@@ -79,7 +77,9 @@ def nvcc() -> str | None:
 @cache
 def cuda_headers() -> tuple[Path, ...]:
     """Folders that together hold CUDA's headers: a toolkit's, or those of Python wheels."""
-    candidates = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    candidates = [
+        Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ
+    ]
     program = nvcc()
     if program is not None:
         candidates.append(Path(program).resolve().parents[1])
@@ -122,7 +122,9 @@ def _digest(parts: Sequence[str], files: Sequence[Path]) -> str:
 
 
 def _run(command: Sequence[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
+    # Not under the sanitizer that this process may run under.
+    variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    result = subprocess.run(command, capture_output=True, text=True, env=variables)
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{result.stderr[-8000:]}")
     if result.stderr.strip():
@@ -161,7 +163,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def build(sources: Sequence[Path | str], mode: str | None = None, defines: Sequence[str] = ()) -> Path:
+def build(
+    sources: Sequence[Path | str], mode: str | None = None, defines: Sequence[str] = ()
+) -> Path:
     """Compile sources and runtime into a shared library.
 
     Args:
@@ -225,7 +229,13 @@ class Kernels:
     @contextlib.contextmanager
     def options(self, **options: str | int) -> Iterator[None]:
         """Set options for a block of calls; afterwards they have their defaults."""
-        defaults = {"order": "fwd", "cp_async": "late", "threads": 0, "count": 0, "blocks": "all"}
+        defaults: dict[str, str | int] = {
+            "order": "fwd",
+            "cp_async": "late",
+            "threads": 0,
+            "count": 0,
+            "blocks": "all",
+        }
         self.set(**options)
         try:
             yield
@@ -264,13 +274,15 @@ def _argument(value: Any) -> Any:
     if isinstance(value, np.float64):
         return ctypes.c_double(value)
     if isinstance(value, float | np.float32):
-        return ctypes.c_float(value)
+        return ctypes.c_float(float(value))
     if isinstance(value, int | np.integer):
         return ctypes.c_int64(int(value))
     raise TypeError(f"no launcher takes a {type(value).__name__}")
 
 
-def load(sources: Sequence[Path | str], mode: str | None = None, defines: Sequence[str] = ()) -> Kernels:
+def load(
+    sources: Sequence[Path | str], mode: str | None = None, defines: Sequence[str] = ()
+) -> Kernels:
     """Build (see `build`) and load. Modes asan and tsan need a process under `environment`."""
     return Kernels(build(sources, mode, defines))
 
@@ -289,7 +301,7 @@ def poisoned(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     memory = (ctypes.c_ubyte * num_bytes).from_address(address.value or 0)
     weakref.finalize(memory, libc.free, address)
     ctypes.memset(address, 0xFF, num_bytes)
-    return np.frombuffer(memory, dtype).reshape(sizes)
+    return np.ndarray(sizes, dtype, buffer=memoryview(memory))
 
 
 def placed(values: NDArray[Any]) -> NDArray[Any]:

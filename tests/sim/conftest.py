@@ -1,5 +1,7 @@
 """The kernels of this folder, built once; skipped where kernels cannot be simulated."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.sim import build
@@ -17,7 +19,7 @@ def kernels() -> build.Kernels:
 
 
 @pytest.fixture(params=["fwd", "rev", "rand:1"])
-def ordered(request: pytest.FixtureRequest, kernels: build.Kernels):
+def ordered(request: pytest.FixtureRequest, kernels: build.Kernels) -> Iterator[build.Kernels]:
     """The kernels, with blocks, warps and lanes run in each order."""
     with kernels.options(order=request.param):
         yield kernels

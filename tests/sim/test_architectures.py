@@ -25,6 +25,7 @@ def digest(compiler: str, folder: Path, *run_with: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_aarch64_gives_the_digests_and_reports_of_this_machine(tmp_path: Path) -> None:
     emulator = next((found for name in EMULATOR if (found := shutil.which(name))), None)
     if build.why_not() is not None or shutil.which(CROSS) is None or emulator is None:

@@ -1,6 +1,7 @@
 """Every planted fault is caught by the mechanism that is there for it; correct twins pass."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,7 +86,8 @@ def report(kernels: Kernels, name: str) -> str:
 def test_divergent_barrier_names_both_lines(kernels: Kernels) -> None:
     text = report(kernels, "divergent_barrier")
     assert "divergent barrier" in text
-    assert f"threads 0-31 (warp 0 lane 0 to warp 0 lane 31): in __syncthreads at faults.cu:{line_of('first line')}" in text  # noqa: E501
+    first = f"in __syncthreads at faults.cu:{line_of('first line')}"
+    assert f"threads 0-31 (warp 0 lane 0 to warp 0 lane 31): {first}" in text
     assert f"faults.cu:{line_of('second line')}" in text
 
 
@@ -100,7 +102,8 @@ def test_barrier_that_some_threads_never_reach_is_a_deadlock(kernels: Kernels) -
 def test_deadlock_names_where_each_thread_waits(kernels: Kernels) -> None:
     text = report(kernels, "deadlock")
     assert "deadlock" in text
-    assert f"threads 0-15 (warp 0 lane 0 to warp 0 lane 15): in __shfl_xor_sync at faults.cu:{line_of('// waits here')}" in text  # noqa: E501
+    shuffle = f"in __shfl_xor_sync at faults.cu:{line_of('// waits here')}"
+    assert f"threads 0-15 (warp 0 lane 0 to warp 0 lane 15): {shuffle}" in text
     assert f"in __syncthreads at faults.cu:{line_of('// and here')}" in text
 
 
@@ -146,7 +149,7 @@ def test_simulation_goes_on_after_a_failed_launch(kernels: Kernels) -> None:
         'asm volatile("bar.sync 0;");',
     ],
 )
-def test_unknown_cuda_does_not_compile(tmp_path, kernels: Kernels, line: str) -> None:
+def test_unknown_cuda_does_not_compile(tmp_path: Path, kernels: Kernels, line: str) -> None:
     source = tmp_path / "lacking.cu"
     source.write_text(
         f'#include "device.h"\n__global__ void lacking(float* out) {{ {line} }}\n'
@@ -170,6 +173,16 @@ def test_correct_twins_are_clean_under_sanitizers(mode: str) -> None:
     code, text = run(mode, 0, *EVERY)
     assert code == 0, text
     assert text.splitlines() == [f"== {name}" for name in EVERY]
+
+
+@pytest.mark.parametrize("mode", ["asan", "ubsan", "tsan"])
+def test_features_are_clean_under_sanitizers(mode: str) -> None:
+    reason = build.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    files = [f"tests/sim/test_{name}.py" for name in ("features", "tensor_core", "counters")]
+    code, text = build.run_python(mode, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *files])
+    assert code == 0, text[-5000:]
 
 
 @pytest.mark.parametrize("name", ["shared_off_by_one", "missing_guard"])

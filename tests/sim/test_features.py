@@ -184,7 +184,7 @@ def test_blocks_alone_reach_offsets_over_two_gigabytes(kernels: Kernels) -> None
     memory = sparse(rows * row_bytes, np.uint8)  # 12 GB of address space
     with kernels.options(blocks=f"{rows // 32 - 2}:2"):
         kernels.call("launch_mark_rows", memory, rows, row_bytes)
-    marks = memory[:: row_bytes][-80:]
+    marks = memory[::row_bytes][-80:]
     np.testing.assert_array_equal(marks[-64:], np.arange(rows - 64, rows) % 251 + 1)
     assert not marks[:-64].any()
 

@@ -44,9 +44,7 @@ def test_mma_converts_every_finite_operand(kernels: Kernels, name: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_ldmatrix_hands_out_rows_or_columns(
-    ordered: Kernels, count: int, transposed: bool
-) -> None:
+def test_ldmatrix_hands_out_rows_or_columns(ordered: Kernels, count: int, transposed: bool) -> None:
     values = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
     out = poisoned((32, 4), np.uint32)
     ordered.call("launch_dump_ldmatrix", values, out, count, int(transposed))
@@ -59,9 +57,7 @@ def test_ldmatrix_hands_out_rows_or_columns(
 
 
 @pytest.mark.parametrize("shape", [(16, 16, 16), (32, 48, 80)], ids=str)
-def test_pipelined_matmul_matches_float64(
-    ordered: Kernels, shape: tuple[int, int, int]
-) -> None:
+def test_pipelined_matmul_matches_float64(ordered: Kernels, shape: tuple[int, int, int]) -> None:
     rows, columns, depth = shape
     rng = np.random.default_rng(1)
     a = rng.standard_normal((rows, depth)).astype(ml_dtypes.bfloat16)

@@ -103,7 +103,7 @@ __global__ void accumulate(const int* in, int64_t n, int* ints, unsigned long lo
   atomicAnd(&ints[4], v);
   atomicXor(&ints[5], v);
   atomicInc(reinterpret_cast<unsigned*>(&ints[6]), 6);
-  int seen = ints[7];  // ints[7] counts through compare and swap
+  int seen = 0;  // ints[7] counts through compare and swap
   for (;;) {
     const int old = atomicCAS(&ints[7], seen, seen + 1);
     if (old == seen) break;
