@@ -14,10 +14,14 @@ bool aligned(const void* address, size_t bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }
 
-// The copy itself, byte by byte so that no sanitizer's memcpy is involved.
+// By constant sizes: no call of a memcpy that a sanitizer watches.
 void copy(const AsyncCopy& order) {
-  for (int i = 0; i < order.valid_bytes; ++i) order.shared[i] = order.global[i];
-  for (int i = order.valid_bytes; i < order.bytes; ++i) order.shared[i] = 0;
+  if (order.valid_bytes == 16) {
+    std::memcpy(order.shared, order.global, 16);
+  } else {
+    for (int i = 0; i < order.valid_bytes; ++i) order.shared[i] = order.global[i];
+    for (int i = order.valid_bytes; i < order.bytes; ++i) order.shared[i] = 0;
+  }
 }
 
 void land(const AsyncCopy& order) {

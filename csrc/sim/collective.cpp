@@ -185,8 +185,16 @@ void multiply(uint32_t mask, Arrival* const* arrivals) {
     const auto* c = static_cast<const float*>(arrivals[lane]->result);
     for (int i = 0; i < 4; ++i) acc[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2] = c[i];
   }
-  for (int row = 0; row < 16; ++row)
-    for (int i = 0; i < k; ++i) acc[row] += a[row][i] * b[i];
+  for (int row = 0; row < 16; row += 2) {  // two chains of sums hide each other's latency
+    Row first = acc[row];
+    Row second = acc[row + 1];
+    for (int i = 0; i < k; ++i) {
+      first += a[row][i] * b[i];
+      second += a[row + 1][i] * b[i];
+    }
+    acc[row] = first;
+    acc[row + 1] = second;
+  }
   for (int lane = 0; lane < 32; ++lane) {
     auto* c = static_cast<float*>(arrivals[lane]->result);
     for (int i = 0; i < 4; ++i) c[i] = acc[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2];
@@ -197,17 +205,14 @@ void multiply(uint32_t mask, Arrival* const* arrivals) {
 // ---- ldmatrix --------------------------------------------------------------------------
 // Passes that eight 16-byte rows take beyond one: rows in the same four banks, unless equal.
 uint64_t replays_of(const char* const* rows) {
-  int most = 0;
+  int in_banks[8] = {};
+  int most = 1;
   for (int i = 0; i < 8; ++i) {
-    int same_banks = 0;
-    for (int j = 0; j < 8; ++j) {
-      bool repeated = false;
-      for (int before = 0; before < j; ++before) repeated = repeated || rows[before] == rows[j];
-      const auto difference = reinterpret_cast<uintptr_t>(rows[i]) / 16 -
-                              reinterpret_cast<uintptr_t>(rows[j]) / 16;
-      same_banks += !repeated && difference % 8 == 0;
-    }
-    most = same_banks > most ? same_banks : most;
+    const auto group = reinterpret_cast<uintptr_t>(rows[i]) / 16 % 8;
+    bool repeated = false;
+    if (in_banks[group] != 0)
+      for (int before = 0; before < i; ++before) repeated = repeated || rows[before] == rows[i];
+    if (!repeated && ++in_banks[group] > most) most = in_banks[group];
   }
   return static_cast<uint64_t>(most - 1);
 }

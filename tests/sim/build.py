@@ -76,7 +76,7 @@ def nvcc() -> str | None:
 
 @cache
 def cuda_headers() -> tuple[Path, ...]:
-    """Folders that together hold CUDA's headers: a toolkit's, or those of Python wheels."""
+    """Folders that together hold CUDA's headers: a toolkit's, or those of a Python wheel."""
     candidates = [
         Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ
     ]
@@ -87,16 +87,12 @@ def cuda_headers() -> tuple[Path, ...]:
     for home in candidates:
         if (home / "include" / "cuda_fp8.h").is_file():
             return (home / "include",)
-    packages = [Path(entry) for entry in sys.path if entry.endswith("site-packages")]
-    folders = [
-        folder
-        for package in packages
-        for folder in (*package.glob("nvidia/cu*/include"), *package.glob("nvidia/*/include"))
-        if (folder / "crt" / "host_defines.h").is_file() or (folder / "cuda_fp8.h").is_file()
-    ]
-    names = ("cuda_fp8.h", "crt/host_defines.h", "nv/target")
-    complete = all(any((folder / name).is_file() for folder in folders) for name in names)
-    return tuple(dict.fromkeys(folders)) if complete else ()
+    # The wheel that torch brings for its compiler has them too, but for one small header.
+    for package in (Path(entry) for entry in sys.path if entry.endswith("site-packages")):
+        folder = package / "triton" / "backends" / "nvidia" / "include"
+        if all((folder / name).is_file() for name in ("cuda_fp8.h", "crt/host_defines.h")):
+            return (folder, CSRC / "sim" / "host_only")
+    return ()
 
 
 def why_not() -> str | None:

@@ -70,7 +70,7 @@ def test_pipelined_matmul_matches_float64(ordered: Kernels, shape: tuple[int, in
         assert np.all(np.abs(out - want) <= depth * 2.0**-24 * scale)
 
 
-def test_results_do_not_depend_on_threads_or_optimisation_of_order(kernels: Kernels) -> None:
+def test_results_depend_neither_on_order_nor_on_threads(kernels: Kernels) -> None:
     rng = np.random.default_rng(2)
     a = rng.standard_normal((64, 64)).astype(ml_dtypes.bfloat16)
     b = rng.standard_normal((64, 64)).astype(ml_dtypes.bfloat16)
