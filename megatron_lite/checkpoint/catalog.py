@@ -5,13 +5,14 @@ tracker file are views: a path may come in through one, the truth is looked up b
 For each newer checkpoint that is passed over the reason is kept, to be told to the user.
 """
 
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.checkpoint.commit import TRACKER_FILE, VIEW_POINTER_FILE
-from megatron_lite.checkpoint.files import read_file
+from megatron_lite.checkpoint.files import read_file, storage_error
 from megatron_lite.checkpoint.manifest import (
     ATTEMPT_PATTERN,
     MANIFEST_FILE,
@@ -118,8 +119,8 @@ def find_checkpoint(
                     raise DamagedError(item.reason)
             return found
         return _choose(place, step, verify, excluded)
-    except PermissionError as error:
-        raise UserError(f"{error.filename}: {error.strerror}") from error
+    except OSError as error:
+        raise storage_error(error, place) from error
 
 
 def _choose(root: Path, step: int | None, verify: str, excluded: Collection[PassedOver]) -> Found:
@@ -157,9 +158,12 @@ def _single_directory(place: Path) -> Path | None:
         folder, _, attempt = text.partition("/")
         if folder != "attempts" or not ATTEMPT_PATTERN.fullmatch(attempt):
             raise DamagedError(f"{view}: does not name an attempt")
-        return attempt_directory(place.resolve().parent, attempt)
-    if ATTEMPT_PATTERN.fullmatch(place.resolve().name) or (place / MANIFEST_FILE).exists():
-        return place.resolve()
+        return attempt_directory(Path(os.path.realpath(place)).parent, attempt)
+    if (
+        ATTEMPT_PATTERN.fullmatch(Path(os.path.realpath(place)).name)
+        or (place / MANIFEST_FILE).exists()
+    ):
+        return Path(os.path.realpath(place))
     return None
 
 

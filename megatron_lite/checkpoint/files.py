@@ -16,6 +16,11 @@ from megatron_lite.errors import DamagedError, UserError
 FILE_MODE = 0o640
 DIRECTORY_MODE = 0o750
 REFUSED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
+# What the user has to set right: permissions, and names that lead to no usable place.
+USERS_OWN = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+}
 
 Observer = Callable[[str, Path], None]
 
@@ -178,7 +183,7 @@ def storage_error(error: OSError, path: Path, needed_bytes: int | None = None) -
         needed = "" if needed_bytes is None else f": {needed_bytes} bytes needed"
         return DamagedError(f"no space left writing {where}{needed}, {free_bytes(path)} bytes free")
     message = f"{where}: {error.strerror or error}"
-    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR}:
+    if error.errno in USERS_OWN:
         return UserError(message)
     return DamagedError(message)
 

@@ -28,6 +28,7 @@ from megatron_lite.checkpoint.verify import check_hash, load_shard_header, map_r
 from megatron_lite.errors import UserError
 
 ALLOWED_KINDS = ("missing", "unexpected", "dtype", "shape")
+MAX_TOLD = 8  # differences of a kind listed in a message; a deep model has thousands
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Checkpoint:
             The accepted differences.
 
         Raises:
-            UserError: listing every difference of a kind that is not allowed.
+            UserError: listing the differences of kinds that are not allowed.
         """
         unknown = sorted(set(allow) - set(ALLOWED_KINDS))
         if unknown:
@@ -158,10 +159,15 @@ class Checkpoint:
             found_shape = list(tensors[name].shape)
             lines.append(f"shape: {name} is {found_shape}, expected {list(expected[name][1])}")
         if lines:
+            told = []
+            for kind in ALLOWED_KINDS:
+                alike = [line for line in lines if line.startswith(f"{kind}:")]
+                rest = len(alike) - MAX_TOLD
+                told += alike[:MAX_TOLD] + ([f"{kind}: {rest} more"] if rest > 0 else [])
             raise UserError(
                 f"{self.directory}: the checkpoint does not fit this run "
                 f"({len(lines)} differences; --ckpt-allow KIND accepts a kind):\n  "
-                + "\n  ".join(lines)
+                + "\n  ".join(told)
             )
         return check
 

@@ -121,6 +121,28 @@ def save_checkpoint(
     return SaveResult(total, time.monotonic() - started, request.directory, notes)
 
 
+def check_writable(root: Path, group: Group, files: FileSystem | None = None) -> None:
+    """Make and remove a file in the save directory, on every rank, before the first step.
+
+    A directory that cannot be written would otherwise cost the steps up to the first save.
+
+    Raises:
+        UserError, DamagedError: on all ranks, with the message of the rank that failed.
+
+    Comm: one exchange of a few hundred bytes per rank over `group`.
+    """
+    files = files or FileSystem()
+
+    def probe() -> None:
+        folder = root / "attempts"
+        files.ensure_directory(folder)
+        path = folder / f".probe-{group.rank}-{secrets.token_hex(8)}"
+        files.create(path).close()
+        files.remove_file(path)
+
+    every_rank(probe, group, root)
+
+
 def _begin(
     root: Path,
     step: int,

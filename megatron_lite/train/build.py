@@ -299,6 +299,7 @@ def describe_run(
         "global_batch_size": plan.batch.ramp,
         "optimizer": config.optimizer,
         "legacy_loss_normalization": config.legacy_loss_normalization,
+        "eod_mask_loss": config.eod_mask_loss,
         "tokenizer_type": tokenizer.fingerprint(),
         "split": data["split"],
         "data_path": {key: data[key] for key in data if key not in elsewhere},

@@ -25,7 +25,7 @@ from megatron_lite.checkpoint.catalog import NoCheckpoint, published_steps
 from megatron_lite.checkpoint.commit import TRACKER_FILE
 from megatron_lite.checkpoint.load import load_newest
 from megatron_lite.checkpoint.reader import Checkpoint
-from megatron_lite.checkpoint.save import save_checkpoint
+from megatron_lite.checkpoint.save import check_writable, save_checkpoint
 from megatron_lite.checkpoint.tensors import StateEntry
 from megatron_lite.config.resolve import resolved_values
 from megatron_lite.errors import DamagedError, UserError
@@ -34,6 +34,7 @@ from megatron_lite.telemetry.lines import format_saved, format_saving
 from megatron_lite.train.parts import Core, Parts
 from megatron_lite.train.state import TrainState
 
+TOLD_CHANGES = ("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
 STATE_KEYS = ("config", "counters", "facts", "layout", "schedule", "versions")
 
 
@@ -144,19 +145,26 @@ def load_run(core: Core) -> Restored | None:
     notes = [f"warning: step {item.step} passed over: {item.reason}" for item in loaded.passed_over]
     state = _apply(core, loaded.checkpoint, loaded.value, wanted)
     step = loaded.checkpoint.step
+    notes += _changed_settings(core, loaded.checkpoint)
     notes.append(f"  successfully loaded checkpoint from {config.load} at iteration {step}")
     passed_over = tuple(item.step for item in loaded.passed_over)
     return Restored(state, tuple(notes), loaded=True, passed_over=passed_over)
 
 
 def check_save_directory(core: Core, restored: Restored) -> None:
-    """Refuse before the first step to save among another run's later checkpoints.
+    """Refuse before the first step where saving would fail, or meet another run's steps.
 
     Raises:
-        UserError: a step that this run is going to reach is published already.
+        UserError: the directory cannot be written, or a step that this run is going to
+            reach is published already.
+
+    Comm: one exchange of a few hundred bytes per rank.
     """
     config, start = core.config, restored.state.iteration
-    if config.save is None or config.overwrite_save:
+    if config.save is None:
+        return
+    check_writable(Path(config.save), core.groups.world)
+    if config.overwrite_save:
         return
     replaceable = restored.passed_over if config.load == config.save else ()
     ahead = [
@@ -210,9 +218,10 @@ def _read(
         extra = [n for n in checkpoint.names if n.startswith("optim/") and n not in expected]
         expected |= {name: (checkpoint.dtype(name), checkpoint.shape(name)) for name in extra}
         allow |= {"dtype"}
-    difference = checkpoint.check_names(expected, allow)
     if not config.finetune:
+        # Before the names: one changed number explains a difference in every tensor.
         _check_facts(core, checkpoint)
+    difference = checkpoint.check_names(expected, allow)
     left = {*difference.missing, *difference.shape}
     return {
         name: checkpoint.read(name, piece.box.offset, piece.box.shape)
@@ -252,6 +261,17 @@ def _check_facts(core: Core, checkpoint: Checkpoint) -> None:
             f"{checkpoint.directory}: this run is not the one that was saved; "
             f"--allow-resume-change FIELD accepts a difference:{''.join(lines)}"
         )
+
+
+def _changed_settings(core: Core, checkpoint: Checkpoint) -> list[str]:
+    """Name what may be changed on purpose, but should not change unseen."""
+    saved: Mapping[str, Any] = checkpoint.state["config"]
+    now = {name: getattr(core.config, name) for name in TOLD_CHANGES}
+    return [
+        f"note: {name} was {saved[name]!r} in the checkpoint and is {value!r} now"
+        for name, value in now.items()
+        if name in saved and saved[name] != value
+    ]
 
 
 def _apply(

@@ -250,6 +250,14 @@ def test_empty_and_foreign_directories_are_refused_as_such(tmp_path: Path) -> No
         find_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "loop"])
+def test_a_name_that_leads_nowhere_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError) as caught:
+        find_checkpoint(tmp_path / name)
+    assert caught.value.exit_code == 2
+
+
 def test_the_package_never_unpickles() -> None:
     """No import of pickle, no torch.load or torch.save: checkpoints are data, never code."""
     package = Path(str(megatron_lite.checkpoint.__file__)).parent

@@ -165,3 +165,12 @@ def test_an_unknown_kind_to_allow_is_told_with_the_legal_ones(tmp_path: Path) ->
     save_tiny(tmp_path, 1)
     with pytest.raises(UserError, match="legal kinds are missing unexpected dtype shape"):
         open_checkpoint(tmp_path).check_names(expected(), {"all"})
+
+
+def test_thousands_of_differences_are_a_short_message(tmp_path: Path) -> None:
+    save_tiny(tmp_path, 1)
+    names = {f"layer.{i}": ("float32", (1,)) for i in range(1000)}
+    with pytest.raises(UserError, match="missing: 992 more") as caught:
+        open_checkpoint(tmp_path).check_names(names)
+    told = str(caught.value)
+    assert "unexpected:" in told and len(told.splitlines()) < 40

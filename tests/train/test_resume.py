@@ -9,6 +9,7 @@ import torch
 from megatron_lite.checkpoint.reader import Checkpoint, open_checkpoint
 from tests.pool import RankError, RankPool
 from tests.train.program import LAYOUTS, LLAMA, RUN, rows, train_rank
+from tests.train.test_state import printed
 
 MEASURED = ("elapsed_ms", "tokens_per_s", "model_tflops_per_rank", "mfu")
 
@@ -105,9 +106,10 @@ def test_checkpoint_of_one_layout_continues_in_another(rank_pool: RankPool, tmp_
     [
         (["--seed", "99"], "seed: 1234 in the checkpoint, 99 now"),
         (["--lr", "5e-3"], "max_lr: 0.01 in the checkpoint, 0.005 now"),
-        (["--ffn-hidden-size", "64"], "shape: decoder.layers.0.mlp.linear_fc2.weight"),
+        (["--ffn-hidden-size", "64"], "ffn_hidden_size: 48 in the checkpoint, 64 now"),
+        (["--eod-mask-loss"], "eod_mask_loss: False in the checkpoint, True now"),
         (["--global-batch-size", "8"], "global_batch_size"),
-        (["--optimizer", "sgd"], "unexpected: optim/exp_avg"),
+        (["--optimizer", "sgd"], "optimizer: 'adam' in the checkpoint, 'sgd' now"),
         (["--bf16"], "missing: optim/master/"),
     ],
 )
@@ -165,3 +167,31 @@ def test_saving_among_another_runs_later_steps_is_refused_at_start(
     rank_pool.run(1, train_rank, argv=[*argv, "--load", str(tmp_path), "--log-progress"])
     assert open_checkpoint(tmp_path).step == 10
     assert (tmp_path / "progress.txt").read_text().count("Saved checkpoint") == 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("place", ["file", "below a file", "long name", "nowhere"])
+def test_a_place_that_cannot_be_saved_to_is_refused_before_the_first_step(
+    rank_pool: RankPool, tmp_path: Path, place: str, size: int
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    save = {
+        "file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "x",
+        "long name": tmp_path / ("x" * 300),
+        "nowhere": Path("/proc/none"),
+    }[place]
+    argv = [*LLAMA, *RUN, "--save", str(save), "--save-interval", "100"]
+    argv += ["--metrics-jsonl", str(tmp_path / "m")]
+    with pytest.raises(RankError, match="UserError"):
+        rank_pool.run(size, train_rank, argv=argv)
+    assert not (tmp_path / "m").exists() or rows(tmp_path / "m") == []
+
+
+def test_changes_of_the_optimizer_are_told(rank_pool: RankPool, tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "1"]
+    base = [*LLAMA, *RUN, *save]
+    rank_pool.run(1, train_rank, argv=[*base, "--exit-interval", "1"])
+    argv = [*base, "--exit-interval", "2", "--adam-beta2", "0.5"]
+    (told,) = rank_pool.run(1, printed, argv=argv)
+    assert "note: adam_beta2 was 0.999 in the checkpoint and is 0.5 now" in told
