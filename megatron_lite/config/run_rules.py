@@ -38,7 +38,10 @@ def data_sources(f: Facts) -> list[str]:
 def sources_message(f: Facts) -> str:
     """Tell that exactly one source is needed."""
     given = data_sources(f)
-    legal = "--data-path, --data-args-path, --train-data-path (with --valid-data-path, --test-data-path), --mock-data"
+    legal = (
+        "--data-path, --data-args-path, --train-data-path (with --valid-data-path, "
+        "--test-data-path), --mock-data"
+    )
     if not given:
         return f"no data: give one of {legal}"
     return f"{' and '.join(given)} are different data: give one of {legal}"
