@@ -106,6 +106,13 @@ def describe(error: BaseException, info: WorldInfo, status: RunStatus) -> Failur
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" for {error.filename}" if error.filename else ""
         return Failure(3, f"{place}no space left{where} ({error})", info.rank, status.step)
+    if isinstance(error, OSError) and error.filename and error.errno in _USERS_OWN:
+        return Failure(2, f"{place}{error.filename}: {error.strerror}", info.rank, status.step)
+    if _is_out_of_memory(error):
+        # Before the first step the flags ask for too much; later it may be the machine.
+        code = UserError.exit_code if status.step is None else 1
+        reason = str(error).partition("\n")[0]
+        return Failure(code, f"{place}not enough memory: {reason}", info.rank, status.step)
     if isinstance(error, KeyboardInterrupt):
         return Failure(130, "interrupted", info.rank, status.step)
     text = "".join(traceback.format_exception(error)).rstrip("\n")
@@ -113,6 +120,13 @@ def describe(error: BaseException, info: WorldInfo, status: RunStatus) -> Failur
     if info.world_size > 1:
         text = "\n".join(f"[rank {info.rank}] {line}" for line in text.split("\n"))
     return Failure(1, text, info.rank, status.step)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, numpy or torch (not imported here) found no memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _place(info: WorldInfo, status: RunStatus) -> str:
