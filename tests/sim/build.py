@@ -144,8 +144,6 @@ def _object(source: Path, flags: tuple[str, ...]) -> Path:
             words = deps.read_text().replace("\\\n", " ").split(":", 1)[1].split()
             inputs = [Path(word).resolve() for word in words]
             ready = CACHE / f"{name}-{_digest((), inputs)}.o"
-            for stale in CACHE.glob(f"{name}-*.o"):
-                stale.unlink(missing_ok=True)
             made.replace(ready)
             listing.write_text(json.dumps([str(path) for path in inputs]))
         return ready
@@ -329,7 +327,7 @@ def environment(mode: str) -> dict[str, str]:
     return variables
 
 
-def run_python(mode: str, arguments: Sequence[str], timeout: float = 100) -> tuple[int, str]:
+def run_python(mode: str, arguments: Sequence[str], timeout: float = 250) -> tuple[int, str]:
     """Run `python ARGUMENTS` from the repository under `environment(mode)`: exit code, output."""
     command = [sys.executable, *arguments]
     variables = environment(mode)
