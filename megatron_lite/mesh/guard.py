@@ -25,6 +25,11 @@ _LEAVE_WAIT_S = 5.0  # for the readers of a board that dies with this process
 _POLL_S = 0.05
 _WATCH_S = 0.5  # at a few hundred ranks; slower for more, the store is one process
 _WATCH_MAX_S = 5.0
+# Files that the user named and has to set right: permissions, folders in the place of files.
+_USERS_OWN = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR),
+    *(errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+)
 _UNWIND_S = 2.0  # for a rank to notice by itself that a peer is gone
 _STOPPED_UNWIND_S = 30.0  # ... that the run stops after saving: nothing is wrong
 

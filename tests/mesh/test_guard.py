@@ -132,6 +132,33 @@ def test_a_full_disk_is_told_with_code_3_and_the_file() -> None:
     assert failure.reason.startswith("rank 1, step 2, save: no space left for iter_0000002/shard")
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.EROFS])
+def test_a_file_that_the_user_has_to_set_right_is_told_without_a_traceback(number: int) -> None:
+    error = OSError(number, os.strerror(number), "data/x.idx")
+    failure = describe(error, WorldInfo(), RunStatus())
+    assert (failure.code, failure.reason) == (2, f"data/x.idx: {os.strerror(number)}")
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names its own."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 22.8 TiB"),
+        OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_too_little_memory_is_told_without_a_traceback(error: Exception) -> None:
+    failure = describe(error, WorldInfo(), RunStatus())
+    assert (failure.code, failure.reason) == (2, f"not enough memory: {error}")
+    failure = describe(error, WorldInfo(), RunStatus(step=3, phase="training"))
+    assert failure.code == 1
+    assert failure.reason == f"rank 0, step 3, training: not enough memory: {error}"
+
+
 def test_one_process_tells_its_error_and_writes_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
