@@ -1,8 +1,12 @@
 """Corpus preprocessing (PREP) as its users run it; single rules stand in tests/data_pipeline."""
 
+import hashlib
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +14,7 @@ import pytest
 
 from megatron_lite.data.indexed import IndexedDataset, token_dtype
 from megatron_lite.data.preprocess import PreprocessRequest, preprocess
+from megatron_lite.data.records import read_chunks
 from megatron_lite.data.tokenizer import ByteLevelTokenizer
 from megatron_lite.data.writer import DatasetWriter, merge_datasets
 from megatron_lite.errors import DamagedError
@@ -146,3 +151,30 @@ def test_c006_no_way_of_writing_wraps_an_id(tmp_path: Path, bad: int, many: bool
         else:
             writer.add_document(np.array([1, bad, 2]))
     assert not list(tmp_path.iterdir())
+
+
+class UnevenTokenizer(ByteLevelTokenizer):
+    """Takes longest for the chunks that others wait for."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        time.sleep(0.002 * (len(texts[0]) % 3))
+        return super().encode_batch(texts)
+
+
+def test_c007_many_chunks_keep_their_order_whichever_worker_is_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "megatron_lite.data.preprocess.read_chunks", partial(read_chunks, chunk_bytes=200)
+    )
+    source = write_jsonl(tmp_path / "c.jsonl", [{"text": "w" * (i % 37)} for i in range(1000)])
+    digests = set()
+    for workers, partitions in ((1, 1), (2, 1), (4, 1), (3, 3)):
+        output = tmp_path / f"o{workers}{partitions}"
+        request = PreprocessRequest(
+            source, str(output), append_eod=True, workers=workers, partitions=partitions
+        )
+        preprocess(request, UnevenTokenizer(), lambda _: None)
+        paths = [Path(f"{output}_text_document{suffix}") for suffix in (".bin", ".idx")]
+        digests.add(tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths))
+    assert len(digests) == 1
