@@ -16,6 +16,7 @@ from megatron_lite.mesh.collectives import all_gather_json
 from megatron_lite.spec.shards import local_shape
 from megatron_lite.telemetry.memory import MemoryLedger, estimate_memory
 from megatron_lite.telemetry.summary import SummaryFacts, build_summary
+from megatron_lite.tensor.cross_entropy import chunk_count
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.restore import Restored
 
@@ -76,6 +77,10 @@ def estimate_ledger(parts: Parts) -> MemoryLedger:
     optimizer = config.optimizer
     if optimizer == "sgd" and config.sgd_momentum == 0.0:
         optimizer = "sgd_plain"
+    tokens = plan.batch.micro_batch_size * plan.model.seq_length
+    chunks = chunk_count(tokens, parts.stage.vocab_range[1], config.loss_chunks)
+    is_block = config.recompute_method == "block"
+    recomputed = config.recompute_num_layers or 1
     return estimate_memory(
         plan.model,
         plan.parallel,
@@ -85,9 +90,9 @@ def estimate_ledger(parts: Parts) -> MemoryLedger:
         layers=plan.model.num_layers,
         optimizer=optimizer,
         recompute=plan.recompute,
-        recomputed_layers=config.recompute_num_layers
-        if config.recompute_method == "block"
-        else None,
+        recomputed_layers=recomputed if is_block else None,
+        recompute_group=1 if is_block else recomputed,
+        logits_chunk_tokens=math.ceil(tokens / chunks),
     )
 
 
