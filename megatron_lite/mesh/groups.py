@@ -80,6 +80,12 @@ def local_groups(recorder: Recorder | None = None) -> Groups:
     return Groups(**{name: local_group(name, recorder) for name in names})
 
 
+def world_group(rank: int, world_size: int, recorder: Recorder | None = None) -> Group:
+    """All ranks, on the default process group: what can be talked over before the axes."""
+    ranks = tuple(range(world_size))
+    return Group("world", ranks, rank, dist.group.WORLD if world_size > 1 else None, recorder)
+
+
 def build_groups(
     grids: Grids,
     rank: int,

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
+from megatron_lite import __version__
 from megatron_lite.config.plan import Plan, build_plan
+from megatron_lite.config.resolve import resolved_values
 from megatron_lite.config.schema import Config
 from megatron_lite.data.build import Datasets, build_datasets
 from megatron_lite.data.loader import Batch, iterate_microbatches
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.mesh.grid import Grids, build_grids
-from megatron_lite.mesh.groups import Groups, build_groups
+from megatron_lite.mesh.groups import Groups, build_groups, world_group
 from megatron_lite.mesh.launch import (
     RunStatus,
     WorldInfo,
@@ -47,6 +49,7 @@ from megatron_lite.telemetry.facade import Telemetry
 from megatron_lite.telemetry.flops import MachinePeak
 from megatron_lite.telemetry.meters import measure_matmul_peak
 from megatron_lite.telemetry.timers import STEP_TIMERS, Timers
+from megatron_lite.train.agreement import check_agreement
 from megatron_lite.train.dump import DebugDump
 from megatron_lite.train.parts import Core, Parts
 from megatron_lite.train.restore import Restored, check_save_directory, load_run, plain_json
@@ -79,7 +82,11 @@ def build_run(
         init_distributed(
             info, device, timeout_minutes=config.distributed_timeout_minutes, status=status
         )
+        world = world_group(info.rank, info.world_size)
+        check_agreement("the flags", flags_and_versions(config, info.world_size), world)
         datasets = open_data(config, plan, tokenizer, is_builder=info.rank == 0)
+        facts = describe_run(config, plan, datasets, tokenizer)
+        check_agreement("the data", {"data": facts["data_path"], **facts}, world)
         grids = build_grids(plan.parallel)
         groups = build_groups(
             grids,
@@ -89,7 +96,7 @@ def build_run(
             timeout=timedelta(minutes=config.distributed_timeout_minutes),
         )
         core = build_core(config, plan, grids, groups, info, device)
-        core.facts = describe_run(config, plan, datasets, tokenizer)
+        core.facts = facts
         restored = start_state(core)
         check_save_directory(core, restored)
         parts = build_parts(core, restored.state, datasets, info, signals, stack)
@@ -99,6 +106,12 @@ def build_run(
         yield parts, restored.state
         status.phase = "shutdown"
         finish_distributed()
+
+
+def flags_and_versions(config: Config, world_size: int) -> dict[str, Any]:
+    """What every rank must have been started with."""
+    values = plain_json(resolved_values(config, world_size))
+    return values | {"megatron_lite": __version__, "torch": str(torch.__version__)}
 
 
 def pick_device(config: Config) -> str:
