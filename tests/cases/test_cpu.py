@@ -13,7 +13,7 @@ from tests.train.program import rows
 BARE = "--log-throughput --timing-log-level 2 --log-params-norm"
 
 
-@pytest.mark.parametrize("layout", ["1", "tp4", "tp2-sp-dp2"])
+@pytest.mark.parametrize("layout", ["1", "tp2-sp-dp2"])
 def test_c092_training_needs_neither_cuda_nor_the_extension(tmp_path: Path, layout: str) -> None:
     size, words = LAYOUTS[layout].ranks, LAYOUTS[layout].flags
     found = {}

@@ -88,7 +88,7 @@ EMPTY = ([3, 16, 0, 7], [0, 7, 0, 16], [0, 0, 0, 1])
 
 
 @pytest.mark.parametrize("valid", EMPTY, ids=str)
-@pytest.mark.parametrize("layout", FEW)
+@pytest.mark.parametrize("layout", [REFERENCE, "dp2", "tp2-sp-dp2"])
 def test_c050_a_part_without_valid_tokens_changes_nothing_else(
     rank_pool: RankPool, layout: str, valid: list[int]
 ) -> None:

@@ -5,10 +5,10 @@ import torch
 
 from megatron_lite.checkpoint.reader import open_checkpoint
 from tests.cases.conftest import Resumed
-from tests.cases.layouts import FEW
+from tests.cases.layouts import REFERENCE
 
 
-@pytest.mark.parametrize("layout", [*FEW, "tp2-sp"])
+@pytest.mark.parametrize("layout", [REFERENCE, "tp2-sp", "dp2", "tp2-sp-dp2"])
 def test_c033_a_resumed_run_prints_the_same_lines_and_leaves_the_same_bits(
     resumed: Resumed, layout: str
 ) -> None:
