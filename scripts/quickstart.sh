@@ -123,7 +123,7 @@ pretrain=(
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --data-path "$dataset" --split 98,2,0 --data-cache-path "$work/cache"
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$tokenizer.model"
-    --eval-interval 100 --eval-iters 20 --log-interval 10
+    --eval-interval 100 --eval-iters 20 --log-interval 10 --log-throughput
     --save "$run/checkpoints" --load "$run/checkpoints" --save-interval 100
     --metrics-jsonl "$run/metrics.jsonl" --device cpu
     ${flags[@]+"${flags[@]}"}
