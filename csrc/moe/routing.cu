@@ -135,11 +135,16 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     mark_padding(const int64_t* counts, const int64_t* offsets, int64_t experts, int64_t rows,
                  int32_t* source) {
-  const int64_t e = blockIdx.x;
-  const bool tail = e == experts;
-  const int64_t first = load_global(offsets + e) + (tail ? 0 : load_global(counts + e));
-  const int64_t end = tail ? rows : load_global(offsets + e + 1);
-  for (int64_t row = first + threadIdx.x; row < end; row += kThreads)
+  ML_SHARED(int64_t, bounds, 2);
+  if (threadIdx.x == 0) {
+    const int64_t e = blockIdx.x;
+    const bool tail = e == experts;
+    store_shared(&bounds[0], load_global(offsets + e) + (tail ? 0 : load_global(counts + e)));
+    store_shared(&bounds[1], tail ? rows : load_global(offsets + e + 1));
+  }
+  __syncthreads();
+  const int64_t end = load_shared(&bounds[1]);
+  for (int64_t row = load_shared(&bounds[0]) + threadIdx.x; row < end; row += kThreads)
     store_global(source + row, -1);
 }
 

@@ -1,0 +1,435 @@
+"""The MoE kernels of csrc/moe: orders and copies are exact, sums within rounding of float64.
+
+| result                          | bound of |result - float64 reference|                      |
+|---------------------------------|-------------------------------------------------------------|
+| counts, offsets, rows, splits   | equal                                                       |
+| gather and its padding          | equal bytes, +0                                             |
+| combine, fp32                   | 2^-23 * (k + 1) * sum over slots of |probs * packed|         |
+| combine, bf16 / fp16            | the same with 2^-8 / 2^-11 * |sum| more, 2^-25 at least      |
+| d_packed                        | one rounding: 2^-24, 2^-8 or 2^-11 * |value| (+ 2^-25)       |
+| d_probs                         | 2^-23 * (h / 32 + 8) * sum over channels of |packed * d_out| |
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.fp8_oracle import BFLOAT16, Array
+from tests.sim import build
+
+SOURCES = tuple(f"csrc/moe/{name}.cu" for name in ("routing", "pack", "combine"))
+DTYPES = (np.dtype(np.float32), BFLOAT16, np.dtype(np.float16))
+ROUNDING = (2.0**-24, 2.0**-8, 2.0**-11)
+LEAST = (0.0, 0.0, 2.0**-25)
+REGISTERS = {"combine_backward": 128, "combine": 64, "clear": 40, "gather": 48, "scatter": 32,
+             "walk": 48, "scan": 64, "mark": 40, "split": 40}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kernels() -> build.Kernels:
+    reason = build.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    return build.load(SOURCES)
+
+
+@pytest.fixture(params=["fwd", "rev", "rand:5"])
+def ordered(request: pytest.FixtureRequest, kernels: build.Kernels) -> Iterator[build.Kernels]:
+    with kernels.options(order=request.param):
+        yield kernels
+
+
+# ---- reference -------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Route:
+    """Expert-major order of the assignments."""
+
+    counts: Array
+    offsets: Array
+    row_of: Array
+    source: Array
+
+
+def capacity(assignments: int, experts: int, align: int) -> int:
+    return assignments + min(experts, assignments) * (align - 1)
+
+
+def route_reference(ids: Array, experts: int, align: int, rows: int) -> Route:
+    """By a stable sort, which the kernels do without."""
+    flat = ids.reshape(-1)
+    valid = (flat >= 0) & (flat < experts)
+    counts = np.bincount(flat[valid], minlength=experts)
+    offsets = np.concatenate([[0], np.cumsum(-(-counts // align) * align)])
+    row_of, source = np.full(flat.size, -1), np.full(rows, -1)
+    order = np.argsort(np.where(valid, flat, experts), kind="stable")[: counts.sum()]
+    starts = np.repeat(offsets[:-1] - np.cumsum(counts) + counts, counts)
+    row_of[order] = starts + np.arange(order.size)
+    source[row_of[order]] = order
+    return Route(counts, offsets, row_of, source)
+
+
+def route(
+    kernels: build.Kernels, ids: Array, experts: int, align: int, rows: int | None = None
+) -> Route:
+    n = ids.size
+    rows = capacity(n, experts, align) if rows is None else rows
+    got = Route(
+        build.poisoned(experts, np.int64),
+        build.poisoned(experts + 1, np.int64),
+        build.poisoned(n, np.int32),
+        build.poisoned(rows, np.int32),
+    )
+    for array in (got.row_of, got.source):
+        array[...] = 123456789  # -1 is a valid answer
+    chunks = build.poisoned((experts, -(-n // 512)), np.int32)
+    kernels.call("launch_moe_route", build.placed(ids.astype(np.int32)), n, experts, align, rows,
+                 got.counts, got.offsets, chunks, got.row_of, got.source)  # fmt: skip
+    return got
+
+
+def check_route(got: Route, ids: Array, experts: int, align: int) -> None:
+    want = route_reference(ids, experts, align, got.source.size)
+    for name in ("counts", "offsets", "row_of", "source"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+
+
+def draw_ids(rng: np.random.Generator, tokens: int, experts: int, k: int, dropped: float) -> Array:
+    ids = rng.integers(0, experts, (tokens, k))
+    ids[rng.random((tokens, k)) < dropped] = -1
+    return ids
+
+
+# ---- routing ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "tokens, experts, k, align",
+    [(1, 1, 1, 1), (1, 8, 2, 16), (77, 3, 2, 1), (700, 64, 8, 16), (1500, 5, 1, 128),
+     (33, 2, 5, 4), (600, 300, 4, 8)],
+)  # fmt: skip
+def test_routing_is_a_stable_order_by_expert(
+    ordered: build.Kernels, tokens: int, experts: int, k: int, align: int
+) -> None:
+    ids = draw_ids(np.random.default_rng(tokens), tokens, experts, k, 0.1)
+    check_route(route(ordered, ids, experts, align), ids, experts, align)
+
+
+@pytest.mark.parametrize("align", [1, 16])
+def test_no_tokens_all_dropped_and_all_to_one_expert(kernels: build.Kernels, align: int) -> None:
+    for ids in (
+        np.zeros((0, 2), int),
+        np.full((70, 2), -1),
+        np.full((1100, 1), 3),
+        np.array([[7, -1], [0, 7]]),
+        np.array([[8, -7], [2**31 - 1, -(2**31)]]),  # not experts: dropped as well
+    ):
+        check_route(route(kernels, ids, 8, align), ids, 8, align)
+
+
+def test_rows_beyond_the_last_expert_are_padding(kernels: build.Kernels) -> None:
+    ids = draw_ids(np.random.default_rng(0), 20, 4, 2, 0.0)
+    check_route(route(kernels, ids, 4, 8, rows=1000), ids, 4, 8)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 900), st.integers(1, 40), st.integers(1, 6),
+       st.sampled_from([1, 2, 7, 32]), st.floats(0, 1))  # fmt: skip
+def test_drawn_routings(
+    kernels: build.Kernels, seed: int, tokens: int, experts: int, k: int, align: int, drop: float
+) -> None:
+    ids = draw_ids(np.random.default_rng(seed), tokens, experts, k, drop)
+    check_route(route(kernels, ids, experts, align), ids, experts, align)
+
+
+def test_more_chunks_than_threads_in_the_scan(kernels: build.Kernels) -> None:
+    ids = draw_ids(np.random.default_rng(1), 512 * 260 + 3, 2, 1, 0.1)
+    check_route(route(kernels, ids, 2, 1), ids, 2, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 6, 12])
+def test_split_sizes_sum_the_experts_of_each_rank(kernels: build.Kernels, ranks: int) -> None:
+    counts = build.placed(np.arange(12, dtype=np.int64) * 2**31)
+    splits = build.poisoned(ranks, np.int64)
+    kernels.call("launch_moe_splits", counts, 12, ranks, splits)
+    np.testing.assert_array_equal(splits, counts.reshape(ranks, -1).sum(1))
+
+
+def test_split_sizes_of_many_experts_per_rank(kernels: build.Kernels) -> None:
+    counts, splits = build.placed(np.arange(200, dtype=np.int64)), build.poisoned(2, np.int64)
+    kernels.call("launch_moe_splits", counts, 200, 2, splits)
+    np.testing.assert_array_equal(splits, counts.reshape(2, -1).sum(1))
+
+
+def test_wrong_sizes_are_refused(kernels: build.Kernels) -> None:
+    ids = np.zeros((10, 2), int)
+    for experts, align, rows in ((0, 1, 20), (4, 0, 20), (4, 8, 47), (8193, 1, 20), (4, 1, 2**31)):
+        with pytest.raises(build.SimError, match="returned 1"):
+            kernels.call("launch_moe_route", build.placed(ids.astype(np.int32)), 20, experts,
+                         align, rows, None, None, None, None, None)  # fmt: skip
+    with pytest.raises(build.SimError, match="returned 1"):
+        kernels.call("launch_moe_splits", None, 10, 3, None)
+
+
+# ---- gather ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("h", [1, 7, 8, 24, 520])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32], ids=lambda d: d.__name__)
+def test_gather_copies_rows_and_clears_padding(
+    ordered: build.Kernels, h: int, dtype: Any
+) -> None:
+    rng = np.random.default_rng(h)
+    tokens, experts, k, align = 37, 6, 3, 4
+    ids = draw_ids(rng, tokens, experts, k, 0.2)
+    table = route(ordered, ids, experts, align)
+    wide = build.placed(rng.integers(1, 100, (tokens, h + 16)).astype(dtype))
+    x = wide[:, :h]
+    probs = build.placed(rng.random((tokens, k)).astype(np.float32))
+    rows = table.source.size
+    packed, packed_probs = build.poisoned((rows, h), dtype), build.poisoned(rows, np.float32)
+    ordered.call("launch_moe_gather", x, x.strides[0], table.source, packed, probs, packed_probs,
+                 rows, h * x.itemsize, k)  # fmt: skip
+    filled = table.source >= 0
+    want = np.where(filled[:, None], x[table.source // k], np.zeros(1, dtype))
+    assert packed.tobytes() == want.astype(dtype).tobytes()
+    want_probs = np.where(filled, probs.reshape(-1)[table.source], np.float32(0))
+    assert packed_probs.tobytes() == want_probs.tobytes()
+
+    back = build.poisoned(tokens * k, np.float32)
+    ordered.call("launch_moe_scatter_probs", packed_probs, table.row_of, back, back.size)
+    np.testing.assert_array_equal(back, np.where(table.row_of >= 0, probs.reshape(-1), 0))
+
+
+def test_gather_of_misaligned_rows(kernels: build.Kernels) -> None:
+    source = build.placed(np.int32([2, -1, 0, 1]))
+    for start in (0, 1, 2, 4):
+        x = build.placed(np.arange(3 * 96, dtype=np.uint8).reshape(3, 96))[:, start : start + 32]
+        packed = build.poisoned((4, 32), np.uint8)
+        kernels.call("launch_moe_gather", x, 96, source, packed, None, None, 4, 32, 1)
+        np.testing.assert_array_equal(packed, np.where(source[:, None] < 0, 0, x[source]))
+
+
+def test_nothing_to_move_is_no_launch(kernels: build.Kernels) -> None:
+    empty = build.poisoned(0, np.int32)
+    kernels.call("launch_moe_gather", None, 0, empty, None, None, None, 0, 64, 2)
+    kernels.call("launch_moe_combine", None, 0, empty, None, None, 0, 64, 2)
+    kernels.call("launch_moe_combine_backward", None, 0, empty, empty, None, None, None, None,
+                 0, 0, 64, 2)  # fmt: skip
+
+
+# ---- combine ---------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Layer:
+    """Inputs of a combine; padding rows hold NaN, which must reach nothing."""
+
+    table: Route
+    packed: Array
+    probs: Array
+    d_out: Array
+    k: int
+
+
+def make_layer(
+    kernels: build.Kernels, dtype: Any, tokens: int, h: int, k: int, *, experts: int = 5
+) -> Layer:
+    rng = np.random.default_rng(h * 100 + k)
+    ids = draw_ids(rng, tokens, experts, k, 0.2)
+    ids[0] = -1  # a token without any expert
+    table = route(kernels, ids, experts, 4)
+    packed = rng.standard_normal((table.source.size, h)).astype(dtype)
+    packed[table.source < 0] = np.nan
+    return Layer(
+        table,
+        build.placed(packed),
+        build.placed(rng.random((tokens, k)).astype(np.float32)),
+        build.placed(rng.standard_normal((tokens, h)).astype(dtype)),
+        k,
+    )
+
+
+def gathered(layer: Layer) -> Array:
+    """[tokens, k, h] float64: rows of the slots, 0 where dropped."""
+    row_of = layer.table.row_of.reshape(layer.probs.shape)
+    rows = layer.packed.astype(np.float64)[row_of]
+    return np.where((row_of >= 0)[..., None], rows, 0.0)
+
+
+CASES = [(9, 8, 1), (17, 7, 2), (6, 264, 3), (5, 520, 8), (3, 33, 12), (2, 40, 40)]
+
+
+@pytest.mark.parametrize("tokens, h, k", CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_combine_is_the_weighted_sum(
+    ordered: build.Kernels, dtype: Any, tokens: int, h: int, k: int, weighted: bool
+) -> None:
+    layer = make_layer(ordered, dtype, tokens, h, k)
+    out = build.poisoned((tokens, h), dtype)
+    probs = layer.probs if weighted else None
+    code = DTYPES.index(np.dtype(dtype))
+    ordered.call("launch_moe_combine", layer.packed, code, layer.table.row_of, probs, out,
+                 tokens, h, k)  # fmt: skip
+    weights = layer.probs.astype(np.float64) if weighted else np.ones((tokens, k))
+    terms = weights[..., None] * gathered(layer)
+    want = terms.sum(1)
+    bound = 2.0**-23 * (k + 1) * np.abs(terms).sum(1) + (1 + 2.0**-10) * ROUNDING[code] * np.abs(want)
+    assert np.all(np.abs(out.astype(np.float64) - want) <= bound + LEAST[code])
+    assert not np.any(out[0].view(np.uint8))  # +0
+
+
+@pytest.mark.parametrize("tokens, h, k", CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_combine_backward_gives_both_gradients(
+    ordered: build.Kernels, dtype: Any, tokens: int, h: int, k: int, weighted: bool
+) -> None:
+    layer = make_layer(ordered, dtype, tokens, h, k)
+    code, rows = DTYPES.index(np.dtype(dtype)), layer.packed.shape[0]
+    d_packed, d_probs = build.poisoned((rows, h), dtype), build.poisoned((tokens, k), np.float32)
+    ordered.call(
+        "launch_moe_combine_backward", layer.packed, code, layer.table.row_of,
+        layer.table.source, layer.probs if weighted else None, layer.d_out, d_packed, d_probs,
+        tokens, rows, h, k,
+    )  # fmt: skip
+    source, d_out = layer.table.source, layer.d_out.astype(np.float64)
+    weights = layer.probs.astype(np.float64) if weighted else np.ones((tokens, k))
+    want = weights.reshape(-1)[source][:, None] * d_out[source // k]
+    want = np.where((source >= 0)[:, None], want, 0.0)
+    bound = ROUNDING[code] * (1 + 2.0**-10) * np.abs(want) + LEAST[code]
+    if weighted and code:
+        bound = bound + 2.0**-24 * np.abs(want)
+    assert np.all(np.abs(d_packed.astype(np.float64) - want) <= bound)
+    assert not np.any(d_packed[source < 0].view(np.uint8))  # +0
+
+    products = gathered(layer) * d_out[:, None, :]
+    bound = 2.0**-23 * (h / 32 + 8) * np.abs(products).sum(-1)
+    assert np.all(np.abs(d_probs - products.sum(-1)) <= bound)
+    dropped = layer.table.row_of.reshape(tokens, k) < 0
+    assert not np.any(d_probs[dropped].view(np.uint32))
+
+
+def test_backward_without_probability_gradients_reads_no_rows(kernels: build.Kernels) -> None:
+    layer = make_layer(kernels, np.float32, 6, 16, 2)
+    d_packed = build.poisoned(layer.packed.shape, np.float32)
+    kernels.call("launch_moe_combine_backward", None, 0, layer.table.row_of, layer.table.source,
+                 layer.probs, layer.d_out, d_packed, None, 6, layer.packed.shape[0], 16, 2)
+    assert np.all(np.isfinite(d_packed))
+
+
+def test_combine_is_the_backward_of_gather(kernels: build.Kernels) -> None:
+    layer = make_layer(kernels, np.float32, 11, 12, 3)
+    rows = layer.packed.shape[0]
+    packed, d_x = build.poisoned((rows, 12), np.float32), build.poisoned((11, 12), np.float32)
+    kernels.call("launch_moe_gather", layer.d_out, 48, layer.table.source, packed, None, None,
+                 rows, 48, 3)  # fmt: skip
+    cotangent = build.placed(np.where(np.isnan(layer.packed), 0, layer.packed))
+    kernels.call("launch_moe_combine", cotangent, 0, layer.table.row_of, None, d_x, 11, 12, 3)
+    there = np.sum(packed.astype(np.float64) * cotangent)
+    assert there == pytest.approx(np.sum(layer.d_out.astype(np.float64) * d_x), rel=1e-6)
+
+
+def test_results_are_the_same_bits_in_every_order(kernels: build.Kernels) -> None:
+    layer, results = make_layer(kernels, BFLOAT16, 30, 264, 4), set()
+    rows = layer.packed.shape[0]
+    for order in ("fwd", "rev", "rand:1", "rand:2"):
+        out = build.poisoned((30, 264), BFLOAT16)
+        d_packed, d_probs = build.poisoned((rows, 264), BFLOAT16), build.poisoned(120, np.float32)
+        with kernels.options(order=order):
+            kernels.call("launch_moe_combine", layer.packed, 1, layer.table.row_of, layer.probs,
+                         out, 30, 264, 4)  # fmt: skip
+            kernels.call("launch_moe_combine_backward", layer.packed, 1, layer.table.row_of,
+                         layer.table.source, layer.probs, layer.d_out, d_packed, d_probs, 30,
+                         rows, 264, 4)  # fmt: skip
+        results.add(out.tobytes() + d_packed.tobytes() + d_probs.tobytes())
+    assert len(results) == 1
+
+
+# ---- sizes, counts, compilers ----------------------------------------------------------------
+def test_bytes_are_the_least(kernels: build.Kernels) -> None:
+    tokens, h, k, experts = 40, 1024, 4, 4
+    rng = np.random.default_rng(2)
+    table = route(kernels, draw_ids(rng, tokens, experts, k, 0.1), experts, 16)
+    rows, used = table.source.size, int(np.sum(table.row_of >= 0))
+    x = build.placed(rng.standard_normal((tokens, h)).astype(BFLOAT16))
+    packed, d_packed = (build.poisoned((rows, h), BFLOAT16) for _ in range(2))
+    probs = build.placed(rng.random((tokens, k)).astype(np.float32))
+    d_probs, out = build.poisoned((tokens, k), np.float32), build.poisoned((tokens, h), BFLOAT16)
+    n = tokens * k
+    counted = [
+        kernels.count("launch_moe_gather", x, 2 * h, table.source, packed, None, None, rows,
+                      2 * h, k),
+        kernels.count("launch_moe_combine", packed, 1, table.row_of, probs, out, tokens, h, k),
+        kernels.count("launch_moe_combine_backward", packed, 1, table.row_of, table.source, probs,
+                      x, d_packed, d_probs, tokens, rows, h, k),
+    ]  # fmt: skip
+    least = [
+        (2 * h * used + 4 * rows, 2 * h * rows),
+        (2 * h * used + 8 * n, 2 * h * tokens),
+        (2 * h * (used + tokens) + 8 * n + 4 * rows, 2 * h * rows + 4 * n),
+    ]
+    for counts, (loads, stores) in zip(counted, least, strict=True):
+        assert loads <= counts["global_load_bytes"] <= 1.05 * loads
+        assert stores <= counts["global_store_bytes"] <= 1.05 * stores
+        assert counts["global_store_sectors"] <= 1.05 * stores / 32
+
+
+def test_routing_bytes(kernels: build.Kernels) -> None:
+    tokens, experts, k = 2048, 8, 2
+    n, rows, chunks = tokens * k, tokens * k, tokens * k // 512
+    ids = build.placed(draw_ids(np.random.default_rng(3), tokens, experts, k, 0).astype(np.int32))
+    counts = kernels.count(
+        "launch_moe_route", ids, n, experts, 1, rows, build.poisoned(experts, np.int64),
+        build.poisoned(experts + 1, np.int64), build.poisoned((experts, chunks), np.int32),
+        build.poisoned(n, np.int32), build.poisoned(rows, np.int32),
+    )  # fmt: skip
+    moved = counts["global_load_bytes"] + counts["global_store_bytes"]
+    assert moved <= 1.05 * (12 * n + 4 * rows + 24 * experts * chunks + 48 * experts)
+
+
+def test_offsets_beyond_two_to_the_31(kernels: build.Kernels) -> None:
+    tokens, h = 40_000, 32_768  # 2^31 bytes are passed at row 32,768 in bf16
+    x, packed = (build.sparse((tokens, h), BFLOAT16) for _ in range(2))
+    x[-1], x[-2] = 1.5, -2.5
+    source = build.placed(np.arange(tokens, dtype=np.int32)[::-1].copy())
+    source[-8:] = tokens - 1 - np.arange(8)
+    last = -(-tokens // 8) - 1
+    with kernels.options(blocks=f"{last}:1"):
+        kernels.call("launch_moe_gather", x, 2 * h, source, packed, None, None, tokens, 2 * h, 1)
+    assert np.all(packed[-8] == 1.5) and np.all(packed[-7] == -2.5)
+
+    row_of = build.placed(np.arange(tokens, dtype=np.int32))
+    probs = build.placed(np.full(tokens, 2, np.float32))
+    out, d_packed = (build.sparse((tokens, h), BFLOAT16) for _ in range(2))
+    d_probs = build.poisoned(tokens, np.float32)
+    x[-8:, 0] = 4
+    with kernels.options(blocks=f"{-(-tokens // 4) - 1}:1"):
+        kernels.call("launch_moe_combine", packed, 1, row_of, probs, out, tokens, h, 1)
+        kernels.call("launch_moe_combine_backward", packed, 1, row_of, source, probs, x, d_packed,
+                     d_probs, tokens, 0, h, 1)  # fmt: skip
+    assert np.all(out[-4:] == 2 * packed[-4:].astype(np.float32))
+    assert np.all(d_packed[-4:, 0] == 8)
+    assert np.all(d_probs[-4:] == (packed[-4:].astype(float) * x[-4:].astype(float)).sum(1))
+
+
+@pytest.mark.parametrize("mode", ["asan", "ubsan", "tsan"])
+def test_sanitizers_find_nothing(mode: str) -> None:
+    reason = build.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    code, output = build.run_python(mode, ["-m", "tests.kernels.moe_program"])
+    assert code == 0 and "done" in output, output[-4000:]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_kernels_compile_for_gpus_without_spills(source: str, arch: str) -> None:
+    reason = build.why_not_nvcc()
+    if reason is not None:
+        pytest.skip(reason)
+    resources = build.compile_for_gpu(source, arch)
+    assert resources
+    for name, used in resources.items():
+        budget = next(most for part, most in REGISTERS.items() if part in name)
+        assert 0 < used["registers"] <= budget, name
+        assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, name
