@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def run_guarded(
             hands it to `init_distributed`.
         environ: tells runs on one node apart; the process's own by default.
     """
+    _open_standard_streams()
     status = status or RunStatus()
     if save_dir is not None:
         status.save_dir = Path(save_dir)
@@ -99,6 +101,22 @@ def run_guarded(
         reason = "done" if code == 0 else f"ended with code {code}"
         _write_exit_status(status, Failure(code, reason, info.rank, status.step))
     return code
+
+
+def _open_standard_streams() -> None:
+    """Give closed standard streams (`>&-`, daemons) a place to write to.
+
+    Otherwise the next file that is opened gets descriptor 1 or 2, and whatever a library
+    prints goes into it: an index, a checkpoint.
+    """
+    while True:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+        if descriptor > 2:
+            os.close(descriptor)
+            break
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def describe(error: BaseException, info: WorldInfo, status: RunStatus) -> Failure:
@@ -174,8 +192,11 @@ def _may_speak(boards: list[FailureBoard]) -> bool:
 
 def _speak(failure: Failure, status: RunStatus) -> None:
     """Tell the user, keep the reason, and only then let the others know."""
-    sys.stdout.flush()
-    print(failure.reason, file=sys.stderr, flush=True)
+    # A full or closed output must keep nobody from hearing of the failure.
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        print(failure.reason, file=sys.stderr, flush=True)
     _write_exit_status(status, failure)
     for board in status.boards:
         try:
@@ -268,5 +289,6 @@ class _Watcher:
             if self._stopped.wait(_STOPPED_UNWIND_S if stopped else _UNWIND_S):
                 return
             _leave(self._status.boards, wait=self._info.rank == 0)
-            sys.stdout.flush()
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
             os._exit(failure.code)

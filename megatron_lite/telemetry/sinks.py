@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -131,6 +132,13 @@ class IntervalSums:
             self.losses[name] = self.losses.get(name, 0.0) + loss
 
 
+def discard_output(stream: TextIO) -> None:
+    """Let everything further that is written to a stream vanish, also what it still holds."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 class ConsoleSink:
     """Megatron's log line every interval, validation blocks, and the live line.
 
@@ -170,8 +178,14 @@ class ConsoleSink:
         """Print lines of text at once, never into the live line."""
         if self._progress is not None:
             self._progress.clear()
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            # The reader left (`| head`, a dead `tee`): no reason to lose the run's work.
+            discard_output(self._stream)
+            with contextlib.suppress(OSError):
+                print("note: nobody reads the output any more; the run goes on", file=sys.stderr)
 
     def header(self, record: Mapping[str, object]) -> None:
         """Nothing: the start-up summary says it in words."""

@@ -211,3 +211,38 @@ def test_a_program_gets_its_place(tmp_path: Path) -> None:
 
     assert run_program(program, {}) == 1
     assert json.loads((tmp_path / "exit_status.json").read_text())["step"] == 7
+
+
+STREAMS = """
+import os, sys
+from megatron_lite.errors import UserError
+from megatron_lite.mesh.guard import run_guarded
+from megatron_lite.mesh.world import WorldInfo
+def main():
+    path = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"from a library")
+        except OSError:
+            pass
+    assert path > 2
+    raise UserError("told")
+sys.exit(run_guarded(main, WorldInfo(), sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    "redirection", [">&-", "2>&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full"]
+)
+def test_closed_and_full_outputs_change_no_code_and_hurt_no_file(
+    tmp_path: Path, redirection: str
+) -> None:
+    if "full" in redirection and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    (tmp_path / "program.py").write_text(STREAMS)
+    command = f"{sys.executable} program.py data save {redirection}"
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environ, capture_output=True)
+    reason = json.loads((tmp_path / "save" / "exit_status.json").read_text())["reason"]
+    assert (done.returncode, reason) == (2, "told"), done.stderr
+    assert (tmp_path / "data").read_bytes() == b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import types
@@ -342,3 +343,16 @@ def test_reporting_imports_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with (
+        os.fdopen(writing, "w") as stream,
+        Telemetry(TelemetryOptions(log_interval=1), tiny_plan(), True, stream=stream) as telemetry,
+    ):
+        for iteration in range(1, 4):
+            telemetry.train(row(iteration))
+        telemetry.say("more")
+    assert capsys.readouterr().err == "note: nobody reads the output any more; the run goes on\n"
