@@ -13,12 +13,13 @@ from tests.kernels.elements import load
 
 
 def main(names: list[str]) -> None:
-    """Run the named families."""
-    for name in names:
+    """Run the named families, all in one library: one pool of stacks."""
+    modules = [importlib.import_module(f"tests.kernels.test_{name}") for name in names]
+    sources = [getattr(module, "SOURCES", None) or (module.SOURCE,) for module in modules]
+    kernels = load(*(source for family in sources for source in family))
+    for name, module in zip(names, modules, strict=True):
         print(f"== {name}", flush=True)
-        module = importlib.import_module(f"tests.kernels.test_{name}")
-        sources = getattr(module, "SOURCES", None) or (module.SOURCE,)
-        module.small(load(*sources))
+        module.small(kernels)
         sys.stderr.flush()
     print("== done", flush=True)
 
