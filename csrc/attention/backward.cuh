@@ -1,6 +1,7 @@
 // What the two kernels of attention's backward share: arguments and probabilities.
 #pragma once
 
+#include "attention/extras.cuh"
 #include "attention/problem.cuh"
 #include "attention/tile.cuh"
 
@@ -14,6 +15,7 @@ struct BackwardArguments {
   const int32_t *q_starts, *k_starts;
   Problem problem;
   float scale;
+  Extras extras;
 };
 
 // The exponent that a row's log-sum-exp gives its scores: probability = 2^(scale2 * score + it).
@@ -28,6 +30,7 @@ struct BackwardPointers {
   const int32_t *q_starts, *k_starts;
   Problem problem;
   float scale;
+  Extras extras;
   void* stream;
 
   template <class T>
@@ -38,7 +41,7 @@ struct BackwardPointers {
             static_cast<T*>(dq),         static_cast<T*>(dk),
             static_cast<T*>(dv),         q_starts,
             k_starts,                    problem,
-            scale};
+            scale,                       extras};
   }
   bool valid() const {
     const Problem& p = problem;

@@ -30,13 +30,13 @@ struct KeyShape {
 };
 
 // With keys as rows and queries as columns: scores become p, and dp becomes ds (if wanted).
-// row_values: lse of the tile's queries, then delta.
-template <int kQueries, bool kWithGradient>
+// With a cap, scores come as tanh(). row_values: lse of the tile's queries, then delta.
+template <int kQueries, bool kWithGradient, bool kExtras>
 __device__ __forceinline__ void probabilities(float (&scores)[1][kQueries / 8][4],
                                               float (&dp)[1][kQueries / 8][4],
                                               const float* row_values, float scale2,
                                               const Mask& mask, int key0, int query0, int q_len,
-                                              bool masked) {
+                                              bool masked, bool capped) {
   const int column = static_cast<int>(threadIdx.x) % 4 * 2;
   int begin[2];
   int end[2];
@@ -58,22 +58,76 @@ __device__ __forceinline__ void probabilities(float (&scores)[1][kQueries / 8][4
       for (int i = 0; i < 2; ++i) {
         const int query = query0 + column + n * 8 + i;
         float& p = scores[0][n][2 * half + i];
+        const float score = p;
         p = fast_exp2(fmaf(p, scale2, exponents[i]));
         p = query >= begin[half] && query < end[half] ? p : 0.0f;
         if constexpr (kWithGradient) {
           float& at = dp[0][n][2 * half + i];
           at = p * (at - deltas[i]);
+          if constexpr (kExtras) at = capped ? at * fmaf(-score, score, 1.0f) : at;
         }
       }
   }
 }
 
-template <class T, int kDim, int kValueDim, bool kMakeKey, bool kMakeValue>
-__global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
+// Starts the copies of a tile: q, then dout; lse, then delta.
+template <int kDim, int kValueDim, class T>
+__device__ __forceinline__ void fetch_queries(const BackwardArguments<T>& a, const Span& span,
+                                              int64_t head, int query0, T* to, float* values) {
+  constexpr int kQueries = KeyShape<kDim, kValueDim>::kQueries;
+  const Problem& p = a.problem;
+  const int64_t row = span.q_start + query0;
+  const int left = span.q_len - query0;
+  load_tile<kQueries, kDim>(to, row_of(a.q, p.q, span.batch, row, head), p.q.row, left,
+                            static_cast<int>(p.dim));
+  load_tile<kQueries, kValueDim>(to + kQueries * (kDim + kPad),
+                                 row_of(a.dout, p.dout, span.batch, row, head), p.dout.row, left,
+                                 static_cast<int>(p.value_dim));
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < 2 * kQueries) {
+    const int64_t lse_row = (span.batch * p.heads + head) * p.q_len + row;
+    const float* const from = (i < kQueries ? a.lse : a.delta) + lse_row;
+    const bool valid = i % kQueries < left;
+    cp_async4(values + i, valid ? from + i % kQueries : from, valid ? 4 : 0);
+  }
+  cp_commit();
+}
+
+template <int kColumns, int kDim, class T>
+__device__ __forceinline__ void product(float (&acc)[1][kColumns / 8][4], const T* a, const T* b) {
+  clear(acc);
+  multiply_transposed<1, kColumns, kDim>(acc, a, b);
+}
+
+template <int kDim, class T>
+__device__ __forceinline__ void store_gradient(T* to, int64_t stride, T* tile,
+                                               const float (&acc)[1][kDim / 8][4], float scale,
+                                               int rows, int columns) {
+  const float factor[1][2] = {{scale, scale}};
+  store_rows<1, kDim>(tile, acc, factor, to, stride, rows, columns);
+}
+
+// Soft cap and dropout of a tile: scores become tanh(), dp is dropped; what else is dropped.
+template <int kQueries, bool kWithGradient>
+__device__ __forceinline__ uint32_t apply_extras(float (&scores)[1][kQueries / 8][4],
+                                                 float (&dp)[1][kQueries / 8][4],
+                                                 const Extras& extras, float scale,
+                                                 int64_t batch, int64_t head, int64_t query,
+                                                 int64_t key) {
+  if (extras.cap > 0.0f) cap_scores<kQueries>(scores, scale / extras.cap);
+  if (extras.key.threshold == 0) return 0xffffffffu;
+  const int64_t first = decision_of(extras, head, query, key);
+  const uint32_t keep =
+      kept<kQueries, false>(extras, load_readonly(extras.samples + batch), first);
+  if constexpr (kWithGradient) drop_values<kQueries>(dp, keep, extras.key.scale);
+  return keep;
+}
+
+template <class T, int kDim, int kValueDim, bool kMakeKey, bool kMakeValue, bool kExtras>
+__global__ void __launch_bounds__(kThreads, 2)
     attention_backward_key(const BackwardArguments<T> a) {
   using Shape = KeyShape<kDim, kValueDim>;
-  constexpr int kKeys = Shape::kKeys;
-  constexpr int kQueries = Shape::kQueries;
+  constexpr int kKeys = Shape::kKeys, kQueries = Shape::kQueries;
   ML_DYN_SMEM(unsigned char, shared);
   float* const row_values = reinterpret_cast<float*>(shared);
   T* const k_tile = reinterpret_cast<T*>(shared + Shape::kRowBytes);
@@ -82,63 +136,41 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
 
   const Problem& p = a.problem;
   const int64_t kv_head = blockIdx.x % p.kv_heads;
-  const int64_t tile = blockIdx.x / p.kv_heads;
-  const Span span = find_span(p, a.q_starts, a.k_starts, tile, kKeys, false);
+  const Span span =
+      find_span(p, a.q_starts, a.k_starts, blockIdx.x / p.kv_heads, kKeys, false);
   if (span.first >= span.k_len) return;
   const Mask mask = span.mask(p);
   const int group = static_cast<int>(p.heads / p.kv_heads);
   const int rows = min(kKeys, span.k_len - span.first);
-  const int dim = static_cast<int>(p.dim);
-  const int value_dim = static_cast<int>(p.value_dim);
+  const int dim = static_cast<int>(p.dim), value_dim = static_cast<int>(p.value_dim);
   const int64_t row0 = span.k_start + span.first;
 
-  // Queries that see any key of the block, and those that see all of them.
-  const int last = span.first + rows - 1;
-  const int begin = mask.first_query(span.first) / kQueries * kQueries;
-  const int end = mask.last_query(last, span.q_len);
-  const int full_begin = mask.first_query(last);
-  const int full_end = mask.last_query(span.first, span.q_len);
-  const int tiles = begin < end ? (end - begin + kQueries - 1) / kQueries : 0;
-
+  const Range queries = mask.queries_of(span.first, span.first + rows - 1, span.q_len, kQueries);
+  const int tiles = max(0, queries.end - queries.begin + kQueries - 1) / kQueries;
   const auto fetch = [&](int step, int stage) {
-    const int64_t head = kv_head * group + step / tiles;
-    const int query0 = begin + step % tiles * kQueries;
-    const int64_t row = span.q_start + query0;
-    const int left = span.q_len - query0;
-    T* const to = stages + stage * Shape::kStage;
-    load_tile<kQueries, kDim>(to, a.q + span.batch * p.q.batch + head * p.q.head + row * p.q.row,
-                              p.q.row, left, dim);
-    load_tile<kQueries, kValueDim>(
-        to + kQueries * (kDim + kPad),
-        a.dout + span.batch * p.dout.batch + head * p.dout.head + row * p.dout.row, p.dout.row,
-        left, value_dim);
-    const int i = static_cast<int>(threadIdx.x);
-    if (i < 2 * kQueries) {
-      const int64_t lse_row = (span.batch * p.heads + head) * p.q_len + row;
-      const float* const from = (i < kQueries ? a.lse : a.delta) + lse_row;
-      const bool valid = i % kQueries < left;
-      cp_async4(row_values + stage * 2 * kQueries + i, valid ? from + i % kQueries : from,
-                valid ? 4 : 0);
-    }
-    cp_commit();
+    fetch_queries<kDim, kValueDim>(a, span, kv_head * group + step / tiles,
+                                   queries.begin + step % tiles * kQueries,
+                                   stages + stage * Shape::kStage,
+                                   row_values + stage * 2 * kQueries);
   };
 
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
   const int key0 = span.first + warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
+  T* const k_rows = k_tile + warp_row * (kDim + kPad);
+  T* const v_rows = v_tile + warp_row * (kValueDim + kPad);
   float dk[1][kMakeKey ? kDim / 8 : 1][4];
   float dv[1][kMakeValue ? kValueDim / 8 : 1][4];
   clear(dk);
   clear(dv);
-
   if (tiles > 0) {
-    load_tile<kKeys, kDim>(
-        k_tile, a.k + span.batch * p.k.batch + kv_head * p.k.head + row0 * p.k.row, p.k.row, rows,
-        dim);
-    load_tile<kKeys, kValueDim>(
-        v_tile, a.v + span.batch * p.v.batch + kv_head * p.v.head + row0 * p.v.row, p.v.row, rows,
-        value_dim);
+    const T* const k = row_of(a.k, p.k, span.batch, row0, kv_head);
+    const T* const v = row_of(a.v, p.v, span.batch, row0, kv_head);
+    load_tile<kKeys, kDim>(k_tile, k, p.k.row, rows, dim);
+    load_tile<kKeys, kValueDim>(v_tile, v, p.v.row, rows, value_dim);
     fetch(0, 0);
   }
+  const bool capped = kExtras && a.extras.cap > 0.0f;
+  const float scale = capped ? a.extras.cap : a.scale;
   for (int step = 0; step < group * tiles; ++step) {
     const int stage = step % 2;
     cp_wait<0>();
@@ -146,36 +178,30 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
     if (step + 1 < group * tiles) fetch(step + 1, 1 - stage);
     const T* const query_tile = stages + stage * Shape::kStage;
     const T* const dout_tile = query_tile + kQueries * (kDim + kPad);
-    const int query0 = begin + step % tiles * kQueries;
-    float scores[1][kQueries / 8][4];
-    float dp[1][kQueries / 8][4];
-    clear(scores);
-    multiply_transposed<1, kQueries, kDim>(scores, k_tile + warp_row * (kDim + kPad), query_tile);
-    if constexpr (kMakeKey) {
-      clear(dp);
-      multiply_transposed<1, kQueries, kValueDim>(dp, v_tile + warp_row * (kValueDim + kPad),
-                                                  dout_tile);
-    }
-    const bool masked = query0 < full_begin || query0 + kQueries > full_end;
-    probabilities<kQueries, kMakeKey>(scores, dp, row_values + stage * 2 * kQueries,
-                                      a.scale * kLog2e, mask, key0, query0, span.q_len, masked);
-    if constexpr (kMakeValue)
-      multiply_registers<1, kQueries, kValueDim>(dv, scores, dout_tile);
+    const int query0 = queries.begin + step % tiles * kQueries;
+    float scores[1][kQueries / 8][4], dp[1][kQueries / 8][4];
+    product<kQueries, kDim>(scores, k_rows, query_tile);
+    if constexpr (kMakeKey) product<kQueries, kValueDim>(dp, v_rows, dout_tile);
+    [[maybe_unused]] uint32_t keep = 0xffffffffu;
+    if constexpr (kExtras)
+      keep = apply_extras<kQueries, kMakeKey>(
+          scores, dp, a.extras, a.scale, span.batch, kv_head * group + step / tiles,
+          span.q_start + query0 + threadIdx.x % 4 * 2, span.k_start + key0);
+    probabilities<kQueries, kMakeKey, kExtras>(scores, dp, row_values + stage * 2 * kQueries,
+                                               scale * kLog2e, mask, key0, query0, span.q_len,
+                                               queries.masked(query0, kQueries), capped);
+    if (kExtras && a.extras.key.threshold != 0)
+      drop_values<kQueries>(scores, keep, a.extras.key.scale);
+    if constexpr (kMakeValue) multiply_registers<1, kQueries, kValueDim>(dv, scores, dout_tile);
     if constexpr (kMakeKey) multiply_registers<1, kQueries, kDim>(dk, dp, query_tile);
   }
 
-  if constexpr (kMakeKey) {
-    const float factor[1][2] = {{a.scale, a.scale}};
-    T* to = a.dk + span.batch * p.dk.batch + kv_head * p.dk.head + (row0 + warp_row) * p.dk.row;
-    store_rows<1, kDim>(k_tile + warp_row * (kDim + kPad), dk, factor, to, p.dk.row,
-                        rows - warp_row, dim);
-  }
-  if constexpr (kMakeValue) {
-    const float one[1][2] = {{1.0f, 1.0f}};
-    T* to = a.dv + span.batch * p.dv.batch + kv_head * p.dv.head + (row0 + warp_row) * p.dv.row;
-    store_rows<1, kValueDim>(v_tile + warp_row * (kValueDim + kPad), dv, one, to, p.dv.row,
-                             rows - warp_row, value_dim);
-  }
+  if constexpr (kMakeKey)
+    store_gradient<kDim>(row_of(a.dk, p.dk, span.batch, row0 + warp_row, kv_head), p.dk.row,
+                         k_rows, dk, a.scale, rows - warp_row, dim);
+  if constexpr (kMakeValue)
+    store_gradient<kValueDim>(row_of(a.dv, p.dv, span.batch, row0 + warp_row, kv_head), p.dv.row,
+                              v_rows, dv, 1.0f, rows - warp_row, value_dim);
 }
 
 struct LaunchKey {
@@ -184,39 +210,51 @@ struct LaunchKey {
 
   template <class T, int kDim, int kValueDim>
   int run() const {
-    using Shape = KeyShape<kDim, kValueDim>;
-    const Problem& p = from.problem;
-    const int64_t count = tiles_of(p, p.k_len, Shape::kKeys) * p.kv_heads;
-    if (count >= int64_t{1} << 31) return kInvalidValue;
-    const auto blocks = static_cast<unsigned>(count);
-    const BackwardArguments<T> arguments = from.typed<T>(nullptr, dk, dv);
-    if constexpr (Shape::kTogether) {
-      return ML_LAUNCH((attention_backward_key<T, kDim, kValueDim, true, true>), blocks, kThreads,
-                       Shape::kBytes, from.stream, arguments);
+    if (!from.extras.wanted()) return run<T, kDim, kValueDim, false>();
+    if constexpr (kExtrasCompiled<kDim>) return run<T, kDim, kValueDim, true>();
+    return kInvalidValue;
+  }
+
+  template <class T, int kDim, int kValueDim, bool kExtras>
+  int run() const {
+    if constexpr (KeyShape<kDim, kValueDim>::kTogether) {
+      return start<T, kDim, kValueDim>(
+          attention_backward_key<T, kDim, kValueDim, true, true, kExtras>);
     } else {
-      const int error =
-          ML_LAUNCH((attention_backward_key<T, kDim, kValueDim, true, false>), blocks, kThreads,
-                    Shape::kBytes, from.stream, arguments);
+      const int error = start<T, kDim, kValueDim>(
+          attention_backward_key<T, kDim, kValueDim, true, false, kExtras>);
       if (error != 0) return error;
-      return ML_LAUNCH((attention_backward_key<T, kDim, kValueDim, false, true>), blocks,
-                       kThreads, Shape::kBytes, from.stream, arguments);
+      return start<T, kDim, kValueDim>(
+          attention_backward_key<T, kDim, kValueDim, false, true, kExtras>);
     }
+  }
+
+  template <class T, int kDim, int kValueDim>
+  int start(void (*kernel)(BackwardArguments<T>)) const {
+    const int64_t tiles = tiles_of(from.problem, from.problem.k_len, 16 * kWarps);
+    const int64_t blocks = tiles * from.problem.kv_heads;
+    if (blocks >= int64_t{1} << 31) return kInvalidValue;
+    return ML_LAUNCH(kernel, static_cast<unsigned>(blocks), kThreads,
+                     (KeyShape<kDim, kValueDim>::kBytes), from.stream,
+                     from.typed<T>(nullptr, dk, dv));
   }
 };
 
 }  // namespace attention
 
 // Arguments as launch_attention_forward; lse and delta [batch, heads, q_len].
-ML_EXPORT int launch_attention_backward_key(const void* q, const void* k, const void* v,
-                                            const void* dout, const float* lse,
-                                            const float* delta, void* dk, void* dv,
-                                            const int32_t* q_starts, const int32_t* k_starts,
-                                            const int64_t* problem, int64_t dtype,
-                                            double scale, void* stream) {
+ML_EXPORT int launch_attention_backward_key(
+    const void* q, const void* k, const void* v, const void* dout, const float* lse,
+    const float* delta, void* dk, void* dv, const int32_t* q_starts,
+    const int32_t* k_starts, const int64_t* problem, int64_t dtype, double scale,
+    double softcap, double dropout, const int64_t* decisions, const uint32_t* samples,
+    void* stream) {
   using namespace attention;
   const Problem& p = *reinterpret_cast<const Problem*>(problem);
-  const BackwardPointers from{q,        k,        v, dout, lse, delta,
-                              q_starts, k_starts, p, static_cast<float>(scale), stream};
+  if (!extras_valid(softcap, dropout, decisions, samples)) return kInvalidValue;
+  const BackwardPointers from{q, k, v, dout, lse, delta, q_starts, k_starts, p,
+                              static_cast<float>(scale),
+                              make_extras(softcap, dropout, decisions, samples), stream};
   if (!from.valid() || !rows_aligned(dk, p.dk) || !rows_aligned(dv, p.dv)) return kInvalidValue;
   if (p.batch == 0 || p.k_len == 0) return 0;
   return by_type(p, dtype, LaunchKey{from, dk, dv});

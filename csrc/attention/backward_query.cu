@@ -23,13 +23,31 @@ struct QueryShape {
   static constexpr int kBytes = 2 * (kQueries * (kDim + kValueDim + 2 * kPad) + 2 * kStage);
 };
 
-// dp becomes ds. key0: the tile's first key; query0: the lane's first row.
-template <int kKeys>
+// What a lane's two rows take from memory; rows that do not exist get probability 0.
+struct RowValues {
+  float exponent[2], delta[2];
+};
+
+__device__ __forceinline__ RowValues row_values(const float* lse, const float* delta, int row,
+                                                int rows) {
+  RowValues values;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = row + half * 8;
+    values.exponent[half] = at < rows ? exponent_of(load_readonly(lse + at)) : -INFINITY;
+    values.delta[half] = at < rows ? load_readonly(delta + at) : 0.0f;
+  }
+  return values;
+}
+
+// dp becomes ds; with a cap, scores are tanh(). key0: the tile's first key; query0: the lane's
+// first row.
+template <int kKeys, bool kExtras>
 __device__ __forceinline__ void score_gradient(const float (&scores)[1][kKeys / 8][4],
                                                float (&dp)[1][kKeys / 8][4],
-                                               const float (&exponent)[2], const float (&delta)[2],
+                                               const RowValues& values,
                                                float scale2, const Mask& mask, int query0, int key0,
-                                               bool masked) {
+                                               bool masked, bool capped) {
   const int column = key0 + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -41,15 +59,19 @@ __device__ __forceinline__ void score_gradient(const float (&scores)[1][kKeys / 
       for (int i = 0; i < 2; ++i) {
         const int key = column + n * 8 + i;
         const float p =
-            fast_exp2(fmaf(scores[0][n][2 * half + i], scale2, exponent[half]));
+            fast_exp2(fmaf(scores[0][n][2 * half + i], scale2, values.exponent[half]));
         float& at = dp[0][n][2 * half + i];
-        at = key >= begin && key < end ? p * (at - delta[half]) : 0.0f;
+        at = key >= begin && key < end ? p * (at - values.delta[half]) : 0.0f;
+        if constexpr (kExtras) {
+          const float score = scores[0][n][2 * half + i];
+          at = capped ? at * fmaf(-score, score, 1.0f) : at;
+        }
       }
   }
 }
 
-template <class T, int kDim, int kValueDim>
-__global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
+template <class T, int kDim, int kValueDim, bool kExtras>
+__global__ void __launch_bounds__(kThreads, 2)
     attention_backward_query(const BackwardArguments<T> a) {
   using Shape = QueryShape<kDim, kValueDim>;
   constexpr int kQueries = Shape::kQueries;
@@ -69,8 +91,8 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
   const int dim = static_cast<int>(p.dim);
   const int value_dim = static_cast<int>(p.value_dim);
   const int64_t row0 = span.q_start + span.first;
-  const T* const k = a.k + span.batch * p.k.batch + kv_head * p.k.head + span.k_start * p.k.row;
-  const T* const v = a.v + span.batch * p.v.batch + kv_head * p.v.head + span.k_start * p.v.row;
+  const T* const k = row_of(a.k, p.k, span.batch, span.k_start, kv_head);
+  const T* const v = row_of(a.v, p.v, span.batch, span.k_start, kv_head);
   const auto fetch = [&](int key0, int stage) {
     T* const to = stages + stage * Shape::kStage;
     load_tile<kKeys, kDim>(to, k + key0 * p.k.row, p.k.row, span.k_len - key0, dim);
@@ -79,40 +101,28 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
     cp_commit();
   };
 
-  const int last = span.first + rows - 1;
-  const int begin = mask.begin(span.first) / kKeys * kKeys;
-  const int end = mask.end(last);
-  const int full_begin = mask.begin(last);
-  const int full_end = mask.end(span.first);
-
+  const Range keys = mask.keys_of(span.first, span.first + rows - 1, kKeys);
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
   const int lane_row = warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
   const int64_t lse_row = (span.batch * p.heads + head) * p.q_len + row0;
-  float exponent[2];
-  float delta[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = lane_row + half * 8;
-    exponent[half] = row < rows ? exponent_of(load_readonly(a.lse + lse_row + row)) : -INFINITY;
-    delta[half] = row < rows ? load_readonly(a.delta + lse_row + row) : 0.0f;
-  }
+  const RowValues values = row_values(a.lse + lse_row, a.delta + lse_row, lane_row, rows);
   float dq[1][kDim / 8][4];
   clear(dq);
 
-  if (begin < end) {
-    load_tile<kQueries, kDim>(
-        q_tile, a.q + span.batch * p.q.batch + head * p.q.head + row0 * p.q.row, p.q.row, rows,
-        dim);
-    load_tile<kQueries, kValueDim>(
-        dout_tile, a.dout + span.batch * p.dout.batch + head * p.dout.head + row0 * p.dout.row,
-        p.dout.row, rows, value_dim);
-    fetch(begin, 0);
+  if (keys.begin < keys.end) {
+    load_tile<kQueries, kDim>(q_tile, row_of(a.q, p.q, span.batch, row0, head), p.q.row, rows,
+                              dim);
+    load_tile<kQueries, kValueDim>(dout_tile, row_of(a.dout, p.dout, span.batch, row0, head),
+                                   p.dout.row, rows, value_dim);
+    fetch(keys.begin, 0);
   }
+  const bool capped = kExtras && a.extras.cap > 0.0f;
+  const float scale = capped ? a.extras.cap : a.scale;
   int stage = 0;
-  for (int key0 = begin; key0 < end; key0 += kKeys) {
+  for (int key0 = keys.begin; key0 < keys.end; key0 += kKeys) {
     cp_wait<0>();
     __syncthreads();  // this tile is here, the other stage is used
-    if (key0 + kKeys < end) fetch(key0 + kKeys, 1 - stage);
+    if (key0 + kKeys < keys.end) fetch(key0 + kKeys, 1 - stage);
     const T* const k_tile = stages + stage * Shape::kStage;
     const T* const v_tile = k_tile + kKeys * (kDim + kPad);
     float scores[1][kKeys / 8][4];
@@ -122,15 +132,20 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
     multiply_transposed<1, kKeys, kDim>(scores, q_tile + warp_row * (kDim + kPad), k_tile);
     multiply_transposed<1, kKeys, kValueDim>(dp, dout_tile + warp_row * (kValueDim + kPad),
                                              v_tile);
-    const bool masked = key0 < full_begin || key0 + kKeys > full_end;
-    score_gradient<kKeys>(scores, dp, exponent, delta, a.scale * kLog2e, mask,
-                          span.first + lane_row, key0, masked);
+    if constexpr (kExtras) {
+      if (capped) cap_scores<kKeys>(scores, a.scale / a.extras.cap);
+      drop_keys<kKeys>(dp, a.extras, span.batch, head, row0 + lane_row,
+                       span.k_start + key0 + threadIdx.x % 4 * 2);
+    }
+    score_gradient<kKeys, kExtras>(scores, dp, values, scale * kLog2e, mask,
+                                   span.first + lane_row, key0, keys.masked(key0, kKeys),
+                                   capped);
     multiply_registers<1, kKeys, kDim>(dq, dp, k_tile);
     stage = 1 - stage;
   }
 
   const float factor[1][2] = {{a.scale, a.scale}};
-  T* to = a.dq + span.batch * p.dq.batch + head * p.dq.head + (row0 + warp_row) * p.dq.row;
+  T* const to = row_of(a.dq, p.dq, span.batch, row0 + warp_row, head);
   store_rows<1, kDim>(q_tile + warp_row * (kDim + kPad), dq, factor, to, p.dq.row,
                       rows - warp_row, dim);
 }
@@ -141,11 +156,18 @@ struct LaunchQuery {
 
   template <class T, int kDim, int kValueDim>
   int run() const {
+    if (!from.extras.wanted()) return run<T, kDim, kValueDim, false>();
+    if constexpr (kExtrasCompiled<kDim>) return run<T, kDim, kValueDim, true>();
+    return kInvalidValue;
+  }
+
+  template <class T, int kDim, int kValueDim, bool kExtras>
+  int run() const {
     using Shape = QueryShape<kDim, kValueDim>;
     const Problem& p = from.problem;
     const int64_t blocks = tiles_of(p, p.q_len, Shape::kQueries) * p.heads;
     if (blocks >= int64_t{1} << 31) return kInvalidValue;
-    return ML_LAUNCH((attention_backward_query<T, kDim, kValueDim>),
+    return ML_LAUNCH((attention_backward_query<T, kDim, kValueDim, kExtras>),
                      static_cast<unsigned>(blocks), kThreads, Shape::kBytes, from.stream,
                      from.typed<T>(dq, nullptr, nullptr));
   }
@@ -154,16 +176,17 @@ struct LaunchQuery {
 }  // namespace attention
 
 // Arguments as launch_attention_forward; lse and delta [batch, heads, q_len].
-ML_EXPORT int launch_attention_backward_query(const void* q, const void* k, const void* v,
-                                              const void* dout, const float* lse,
-                                              const float* delta, void* dq,
-                                              const int32_t* q_starts, const int32_t* k_starts,
-                                              const int64_t* problem, int64_t dtype,
-                                              double scale, void* stream) {
+ML_EXPORT int launch_attention_backward_query(
+    const void* q, const void* k, const void* v, const void* dout, const float* lse,
+    const float* delta, void* dq, const int32_t* q_starts, const int32_t* k_starts,
+    const int64_t* problem, int64_t dtype, double scale, double softcap, double dropout,
+    const int64_t* decisions, const uint32_t* samples, void* stream) {
   using namespace attention;
   const Problem& p = *reinterpret_cast<const Problem*>(problem);
-  const BackwardPointers from{q,        k,        v, dout, lse, delta,
-                              q_starts, k_starts, p, static_cast<float>(scale), stream};
+  if (!extras_valid(softcap, dropout, decisions, samples)) return kInvalidValue;
+  const BackwardPointers from{q, k, v, dout, lse, delta, q_starts, k_starts, p,
+                              static_cast<float>(scale),
+                              make_extras(softcap, dropout, decisions, samples), stream};
   if (!from.valid() || !rows_aligned(dq, p.dq)) return kInvalidValue;
   if (p.batch == 0 || p.q_len == 0) return 0;
   return by_type(p, dtype, LaunchQuery{from, dq});

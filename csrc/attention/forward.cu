@@ -13,6 +13,7 @@
 // No atomics, one fixed order of sums: results are repeatable to the bit.
 // Limits: dim, value_dim multiples of 8, at most 256 (192 with 128); scale > 0; lengths < 2^30;
 // blocks < 2^31. A row that sees no key gives output 0 and log-sum-exp -inf.
+#include "attention/extras.cuh"
 #include "attention/problem.cuh"
 #include "attention/tile.cuh"
 
@@ -26,11 +27,12 @@ struct ForwardArguments {
   const int32_t *q_starts, *k_starts;
   Problem problem;
   float scale;
+  Extras extras;
 };
 
-template <int kDim>
+template <int kDim, bool kExtras>
 struct ForwardShape {
-  static constexpr int kTiles = kDim <= 128 ? 2 : 1;
+  static constexpr int kTiles = kDim <= 128 && !kExtras ? 2 : 1;
   static constexpr int kQueries = 16 * kWarps * kTiles;
   static constexpr int kKeys = kDim <= 64 ? 64 : 32;
   template <int kValueDim>
@@ -45,6 +47,17 @@ struct RowState {
   float top[kTiles][2];
   float sum[kTiles][2];
 };
+
+template <int kTiles>
+__device__ __forceinline__ void begin_rows(RowState<kTiles>& state) {
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state.top[m][half] = -INFINITY;
+      state.sum[m][half] = 0.0f;
+    }
+}
 
 // Hides what the mask hides; key0 is the tile's first key, query0 the lane's first row.
 template <int kTiles, int kKeys>
@@ -125,9 +138,10 @@ __device__ __forceinline__ void finish(RowState<kTiles>& state, float (&factor)[
     }
 }
 
-template <class T, int kDim, int kValueDim>
-__global__ void __launch_bounds__(kThreads) attention_forward(const ForwardArguments<T> a) {
-  using Shape = ForwardShape<kDim>;
+template <class T, int kDim, int kValueDim, bool kExtras>
+__global__ void __launch_bounds__(kThreads, 2)
+    attention_forward(const ForwardArguments<T> a) {
+  using Shape = ForwardShape<kDim, kExtras>;
   constexpr int kTiles = Shape::kTiles;
   constexpr int kQueries = Shape::kQueries;
   constexpr int kKeys = Shape::kKeys;
@@ -146,38 +160,28 @@ __global__ void __launch_bounds__(kThreads) attention_forward(const ForwardArgum
   const int dim = static_cast<int>(p.dim);
   const int value_dim = static_cast<int>(p.value_dim);
   const int64_t row0 = span.q_start + span.first;
-  const T* const k = a.k + span.batch * p.k.batch + kv_head * p.k.head + span.k_start * p.k.row;
-  const T* const v = a.v + span.batch * p.v.batch + kv_head * p.v.head + span.k_start * p.v.row;
-
-  // Keys that any row of the block sees, and those that all rows see.
-  const int last = span.first + rows - 1;
-  const int begin = mask.begin(span.first) / kKeys * kKeys;
-  const int end = mask.end(last);
-  const int full_begin = mask.begin(last);
-  const int full_end = mask.end(span.first);
+  const T* const k = row_of(a.k, p.k, span.batch, span.k_start, kv_head);
+  const T* const v = row_of(a.v, p.v, span.batch, span.k_start, kv_head);
+  const Range keys = mask.keys_of(span.first, span.first + rows - 1, kKeys);
 
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16 * kTiles;
   const int query0 = span.first + warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
   T* const warp_tile = q_tile + warp_row * (kDim + kPad);
-  const float scale2 = a.scale * kLog2e;
+  const bool capped = kExtras && a.extras.cap > 0.0f;
+  const float scale = capped ? a.extras.cap : a.scale;
   float out[kTiles][kValueDim / 8][4];
   clear(out);
   RowState<kTiles> state;
-#pragma unroll
-  for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      state.top[m][half] = -INFINITY;
-      state.sum[m][half] = 0.0f;
-    }
+  begin_rows(state);
 
-  if (begin < end) {
-    const T* q = a.q + span.batch * p.q.batch + head * p.q.head + row0 * p.q.row;
-    load_tile<kQueries, kDim>(q_tile, q, p.q.row, rows, dim);
-    load_tile<kKeys, kDim>(k_tile, k + begin * p.k.row, p.k.row, span.k_len - begin, dim);
+  if (keys.begin < keys.end) {
+    load_tile<kQueries, kDim>(q_tile, row_of(a.q, p.q, span.batch, row0, head), p.q.row, rows,
+                              dim);
+    load_tile<kKeys, kDim>(k_tile, k + keys.begin * p.k.row, p.k.row, span.k_len - keys.begin,
+                           dim);
     cp_commit();
   }
-  for (int key0 = begin; key0 < end; key0 += kKeys) {
+  for (int key0 = keys.begin; key0 < keys.end; key0 += kKeys) {
     cp_wait<0>();
     __syncthreads();  // keys are here, the last values are used
     load_tile<kKeys, kValueDim>(v_tile, v + key0 * p.v.row, p.v.row, span.k_len - key0,
@@ -186,12 +190,18 @@ __global__ void __launch_bounds__(kThreads) attention_forward(const ForwardArgum
     float scores[kTiles][kKeys / 8][4];
     clear(scores);
     multiply_transposed<kTiles, kKeys, kDim>(scores, warp_tile, k_tile);
-    if (key0 < full_begin || key0 + kKeys > full_end)
-      hide<kTiles, kKeys>(scores, mask, query0, key0);
-    soften<kTiles, kKeys, kValueDim>(scores, state, out, scale2);
+    if constexpr (kExtras) {
+      if (capped) cap_scores<kKeys>(scores, a.scale / a.extras.cap);
+    }
+    if (keys.masked(key0, kKeys)) hide<kTiles, kKeys>(scores, mask, query0, key0);
+    soften<kTiles, kKeys, kValueDim>(scores, state, out, scale * kLog2e);
+    if constexpr (kExtras) {
+      drop_keys<kKeys>(scores, a.extras, span.batch, head, span.q_start + query0,
+                       span.k_start + key0 + threadIdx.x % 4 * 2);
+    }
     cp_wait<0>();
     __syncthreads();  // values are here, the keys are used
-    if (key0 + kKeys < end) {
+    if (key0 + kKeys < keys.end) {
       const int next = key0 + kKeys;
       load_tile<kKeys, kDim>(k_tile, k + next * p.k.row, p.k.row, span.k_len - next, dim);
       cp_commit();
@@ -201,8 +211,8 @@ __global__ void __launch_bounds__(kThreads) attention_forward(const ForwardArgum
 
   float factor[kTiles][2];
   const int64_t lse_row = (span.batch * p.heads + head) * p.q_len + row0 + warp_row;
-  finish<kTiles>(state, factor, a.lse + lse_row, rows - warp_row, a.scale);
-  T* to = a.out + span.batch * p.out.batch + head * p.out.head + (row0 + warp_row) * p.out.row;
+  finish<kTiles>(state, factor, a.lse + lse_row, rows - warp_row, scale);
+  T* const to = row_of(a.out, p.out, span.batch, row0 + warp_row, head);
   // The rows of q are this warp's own; value_dim <= dim, so they hold the output.
   static_assert(kValueDim <= kDim, "the output is staged where the queries were");
   store_rows<kTiles, kValueDim>(warp_tile, out, factor, to, p.out.row, rows - warp_row, value_dim);
@@ -215,18 +225,27 @@ struct LaunchForward {
   const int32_t *q_starts, *k_starts;
   Problem problem;
   float scale;
+  Extras extras;
   void* stream;
 
   template <class T, int kDim, int kValueDim>
   int run() const {
-    using Shape = ForwardShape<kDim>;
+    if (!extras.wanted()) return run<T, kDim, kValueDim, false>();
+    if constexpr (kExtrasCompiled<kDim>) return run<T, kDim, kValueDim, true>();
+    return kInvalidValue;
+  }
+
+  template <class T, int kDim, int kValueDim, bool kExtras>
+  int run() const {
+    using Shape = ForwardShape<kDim, kExtras>;
     const int64_t blocks = tiles_of(problem, problem.q_len, Shape::kQueries) * problem.heads;
     if (blocks >= int64_t{1} << 31) return kInvalidValue;
     const ForwardArguments<T> arguments{
         static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),
-        static_cast<T*>(out), lse, q_starts, k_starts, problem, scale};
-    return ML_LAUNCH((attention_forward<T, kDim, kValueDim>), static_cast<unsigned>(blocks),
-                     kThreads, Shape::template bytes<kValueDim>(), stream, arguments);
+        static_cast<T*>(out), lse, q_starts, k_starts, problem, scale, extras};
+    return ML_LAUNCH((attention_forward<T, kDim, kValueDim, kExtras>),
+                     static_cast<unsigned>(blocks), kThreads,
+                     Shape::template bytes<kValueDim>(), stream, arguments);
   }
 };
 
@@ -234,19 +253,25 @@ struct LaunchForward {
 
 // `problem` points to the int64_t fields of attention::Problem (on the host); q_starts and
 // k_starts, int32 [documents + 1] on the device, may be null without documents.
-// Returns 0, or an error code for sizes, strides or pointers beyond the limits above.
+// softcap 0: none. dropout 0: none, else the probability, with the int64_t fields of
+// attention::Decisions (on the host) and samples, uint32 [batch] on the device: low halves of the
+// samples' indices. Returns 0, or an error code for sizes, strides or pointers beyond the limits.
 ML_EXPORT int launch_attention_forward(const void* q, const void* k, const void* v, void* out,
                                        float* lse, const int32_t* q_starts,
                                        const int32_t* k_starts, const int64_t* problem,
-                                       int64_t dtype, double scale, void* stream) {
+                                       int64_t dtype, double scale, double softcap,
+                                       double dropout, const int64_t* decisions,
+                                       const uint32_t* samples, void* stream) {
   using namespace attention;
   const Problem& p = *reinterpret_cast<const Problem*>(problem);
   if (!sizes_valid(p, q_starts, k_starts, scale)) return kInvalidValue;
+  if (!extras_valid(softcap, dropout, decisions, samples)) return kInvalidValue;
   if (!rows_aligned(q, p.q) || !rows_aligned(k, p.k) || !rows_aligned(v, p.v) ||
       !rows_aligned(out, p.out))
     return kInvalidValue;
   if (p.batch == 0 || p.q_len == 0) return 0;
-  const LaunchForward launch{q,        k,        v, out, lse, q_starts,
-                             k_starts, p, static_cast<float>(scale), stream};
+  const LaunchForward launch{
+      q, k, v, out, lse, q_starts, k_starts, p, static_cast<float>(scale),
+      make_extras(softcap, dropout, decisions, samples), stream};
   return by_type(p, dtype, launch);
 }

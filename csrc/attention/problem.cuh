@@ -40,6 +40,15 @@ constexpr int64_t kMaxLength = int64_t{1} << 30;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+// Rows begin <= r < end of the other side that any row of a tile sees; all of its rows see those
+// from full_begin to full_end.
+struct Range {
+  int begin, end, full_begin, full_end;
+  __device__ __forceinline__ bool masked(int first, int size) const {
+    return first < full_begin || first + size > full_end;
+  }
+};
+
 struct Mask {
   int k_len, shift, window;
   bool causal;
@@ -56,6 +65,14 @@ struct Mask {
   __device__ __forceinline__ int last_query(int j, int q_len) const {
     return window >= 0 ? max(0, min(q_len, j - shift + window + 1)) : q_len;
   }
+  // For queries first .. last, or keys first .. last; begin rounded down to tiles of `size`.
+  __device__ __forceinline__ Range keys_of(int first, int last, int size) const {
+    return {begin(first) / size * size, end(last), begin(last), end(first)};
+  }
+  __device__ __forceinline__ Range queries_of(int first, int last, int q_len, int size) const {
+    return {first_query(first) / size * size, last_query(last, q_len), first_query(last),
+            last_query(first, q_len)};
+  }
 };
 
 // One tile of one document (or batch entry), and the rows that belong to it.
@@ -71,6 +88,12 @@ struct Span {
     return {k_len, static_cast<int>(shift), static_cast<int>(p.window), p.causal != 0};
   }
 };
+
+template <class T>
+__device__ __forceinline__ T* row_of(T* tensor, const Strides& strides, int64_t batch,
+                                     int64_t row, int64_t head) {
+  return tensor + batch * strides.batch + row * strides.row + head * strides.head;
+}
 
 // Tiles of `size` rows that cover `rows` rows cut into documents anywhere.
 inline int64_t tiles_of(const Problem& p, int64_t rows, int64_t size) {

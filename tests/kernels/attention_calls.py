@@ -9,10 +9,12 @@ a few small cases and prints a hash of their bits: for sanitizers.
 import hashlib
 import itertools
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from tests.sim import build
@@ -45,6 +47,17 @@ class Case:
     q_starts: tuple[int, ...] | None = None
     k_starts: tuple[int, ...] | None = None
     scale: float | None = None
+    softcap: float = 0.0
+    dropout: float = 0.0
+    sequence: int = 1 << 12  # keys and queries of the whole sample
+    first: tuple[int, int, int] = (0, 0, 0)  # this call's first head, query and key in it
+    seed: int = 0x1234567890ABCDEF
+    c3: int = 0xDEADBEEF
+
+    @property
+    def samples(self) -> Array:
+        """Low halves of the samples' indices, one per batch entry."""
+        return (np.arange(self.batch) * 7 + 0xFFFFFFF0).astype(np.uint32)
 
     @property
     def softmax_scale(self) -> float:
@@ -63,6 +76,15 @@ class Case:
         behind = slice(self.q_starts[-1], self.q_len), slice(self.k_starts[-1], self.k_len)
         empty = slice(0, 0)
         return [*documents, (0, behind[0], empty), (0, empty, behind[1])]
+
+
+@cache
+def built() -> build.Kernels:
+    """The attention kernels in the mode of this process; skips where they cannot be built."""
+    reason = build.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    return build.load(SOURCES, defines=DEFINES)
 
 
 def laid_out(values: Array, layout: str) -> Array:
@@ -125,6 +147,10 @@ def closing(case: Case, tensors: dict[str, Array]) -> tuple[Any, ...]:
         problem(case, tensors),
         {"bf16": 1, "fp16": 2}[case.dtype],
         np.float64(case.softmax_scale),
+        np.float64(case.softcap),
+        np.float64(case.dropout),
+        np.array([case.seed, case.c3, case.sequence, *case.first], np.int64),
+        build.placed(case.samples),
     )
 
 
@@ -190,6 +216,34 @@ def visible(case: Case, q_len: int, k_len: int) -> Array:
     return seen
 
 
+def philox(counter: list[Array], key: tuple[int, int]) -> list[Array]:
+    """Ten rounds of Philox4x32 on uint64 arrays of 32-bit words."""
+    low = np.uint64(0xFFFFFFFF)
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = counter[0] * np.uint64(0xD2511F53), counter[2] * np.uint64(0xCD9E8D57)
+        high = [p >> np.uint64(32) for p in (p0, p1)]
+        counter = [
+            high[1] ^ counter[1] ^ np.uint64(k0), p1 & low,
+            high[0] ^ counter[3] ^ np.uint64(k1), p0 & low,
+        ]  # fmt: skip
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return counter
+
+
+def kept(case: Case, b: int, n: int, qs: slice, ks: slice) -> Array:
+    """Factor 0 or 1 / (1 - dropout) of each probability."""
+    head, query, key = case.first
+    rows = np.arange(case.q_len)[qs, None] + query + (head + n) * case.sequence
+    e = (rows * case.sequence + np.arange(case.k_len)[None, ks] + key).astype(np.uint64)
+    block = e // np.uint64(4)
+    counter = [block & np.uint64(0xFFFFFFFF), block >> np.uint64(32)]
+    counter += [np.full_like(e, case.samples[b]), np.full_like(e, case.c3)]
+    words = np.stack(philox(counter, (case.seed & 0xFFFFFFFF, case.seed >> 32)), -1)
+    word = np.take_along_axis(words, (e % np.uint64(4)).astype(np.int64)[..., None], -1)[..., 0]
+    return (word >= int(case.dropout * 2**32)) / (1 - case.dropout)
+
+
 def reference(
     case: Case, given: dict[str, Array], lse: Array | None = None, delta: Array | None = None
 ) -> dict[str, Array]:
@@ -206,6 +260,8 @@ def reference(
     for (b, qs, ks), n in itertools.product(case.pieces(), range(case.heads)):
         at_q, at_k = (b, qs, n), (b, ks, n // group)
         scores = scale * q[at_q] @ k[at_k].T
+        capped = np.tanh(scores / case.softcap) if case.softcap else np.zeros_like(scores)
+        scores = case.softcap * capped if case.softcap else scores
         scores = np.where(visible(case, *scores.shape), scores, -np.inf)
         top = scores.max(axis=1, initial=-np.inf)
         weights = np.exp(scores - np.where(top == -np.inf, 0, top)[:, None])
@@ -214,23 +270,62 @@ def reference(
         used = r["lse"][b, n, qs] if lse is None else lse[b, n, qs].astype(np.float64)
         none = used == -np.inf
         p = np.where(none[:, None], 0, np.exp(scores - np.where(none, 0, used)[:, None]))
-        r["out"][at_q], r["out_abs"][at_q] = p @ v[at_k], p @ abs(v[at_k])
-        dp = dout[at_q] @ v[at_k].T
+        keep = kept(case, b, n, qs, ks)
+        r["out"][at_q], r["out_abs"][at_q] = (p * keep) @ v[at_k], (p * keep) @ abs(v[at_k])
+        dp = dout[at_q] @ v[at_k].T * keep
         row = (p * dp).sum(1) if delta is None else delta[b, n, qs].astype(np.float64)
-        ds = scale * p * (dp - row[:, None])
+        ds = scale * p * (dp - row[:, None]) * (1 - capped**2)
         # The difference in ds cancels: fp32 leaves 2^-19 of its terms there.
-        terms = scale * p * (abs(dout[at_q]) @ abs(v[at_k]).T + abs(row)[:, None])
+        terms = scale * p * (abs(dout[at_q]) @ abs(v[at_k]).T * keep + abs(row)[:, None])
         ds_abs = abs(ds) + terms * 2.0**-19 / ROUNDING[case.dtype]
         r["dq"][at_q], r["dq_abs"][at_q] = ds @ k[at_k], ds_abs @ abs(k[at_k])
         r["dk"][at_k] += ds.T @ q[at_q]
         r["dk_abs"][at_k] += ds_abs.T @ abs(q[at_q])
-        r["dv"][at_k] += p.T @ dout[at_q]
-        r["dv_abs"][at_k] += p.T @ abs(dout[at_q])
+        r["dv"][at_k] += (p * keep).T @ dout[at_q]
+        r["dv_abs"][at_k] += (p * keep).T @ abs(dout[at_q])
     return r
+
+
+DOCUMENTS = Case(
+    heads=2, kv_heads=1, q_len=240, k_len=230, causal=True, layout="fused",
+    q_starts=(0, 1, 1, 129, 129, 200, 215), k_starts=(0, 1, 30, 100, 130, 130, 210),
+)  # fmt: skip
+
+
+def check(case: Case, got: dict[str, Array], want: dict[str, Array]) -> None:
+    """Every element within the bounds of the module's table; NaN and unwritten never are."""
+    u = ROUNDING[case.dtype]
+    terms = max(case.k_len, case.q_len * case.heads // case.kv_heads)
+    tiny = 2.0**-24 * terms * 4 if case.dtype == "fp16" else 0.0
+    for name, value in got.items():
+        if name == "lse":
+            seen = want["lse"] > -np.inf
+            np.testing.assert_array_equal(value[~seen], -np.inf)
+            bound = 4e-6 * (1 + abs(want["lse"][seen]))
+            assert np.all(abs(value[seen] - want["lse"][seen]) <= bound), name
+            continue
+        bound = 1.05 * u * (want[f"{name}_abs"] + abs(want[name])) + tiny
+        excess = abs(value.astype(np.float64) - want[name]) - bound
+        assert np.all(excess <= 0), f"{name} beyond its bound by {np.nanmax(excess)}"
+
+
+def run(kernels: build.Kernels, case: Case, seed: int = 0) -> dict[str, Array]:
+    """Forward, delta and backward, checked; what they gave."""
+    given = inputs(case, seed)
+    out, lse = forward(kernels, case, given)
+    check(case, {"out": out, "lse": lse}, reference(case, given))
+    delta = delta_of(kernels, case, out, given["dout"])
+    rows = out.astype(np.float64) * given["dout"].astype(np.float64)
+    error = abs(delta - rows.sum(-1).transpose(0, 2, 1))
+    assert np.all(error <= 2.0**-20 * abs(rows).sum(-1).transpose(0, 2, 1))
+    gradients = backward(kernels, case, given, lse, delta)
+    check(case, gradients, reference(case, given, lse, delta))
+    return {"out": out, "lse": lse, "delta": delta, **gradients}
 
 
 SMALL = (
     Case(heads=2, kv_heads=1, q_len=70, k_len=70, causal=True, layout="fused"),
+    Case(q_len=70, k_len=70, causal=True, softcap=2.0, dropout=0.25),
     Case(q_len=130, k_len=70, dim=40, value_dim=24, causal=True, window=20, dtype="fp16"),
     Case(q_len=90, k_len=80, q_starts=(0, 30, 30, 80), k_starts=(0, 25, 40, 75), causal=True),
 )
