@@ -167,8 +167,9 @@ def test_padded_column_is_not_the_target_of_another_shard(kernels: build.Kernels
     assert not case.logits[0][:, 10:].any()
 
 
-def test_zero_weight_rows_get_zero_even_from_nan(kernels: build.Kernels) -> None:
-    case = Case(kernels, "bf16", 3, 50)
+@pytest.mark.parametrize("v", [50, 64])  # by elements, by vectors
+def test_zero_weight_rows_get_zero_even_from_nan(kernels: build.Kernels, v: int) -> None:
+    case = Case(kernels, "bf16", 3, v)
     case.logits[0][1] = np.nan
     case.run()
     assert not case.logits[0][1].any()

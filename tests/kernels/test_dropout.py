@@ -223,6 +223,15 @@ def test_illegal_probabilities_are_refused(kernels: build.Kernels) -> None:
             Case(kernels, p=p).forward()
 
 
+@pytest.mark.parametrize("offset", [0, 1])  # by vectors, by elements
+def test_word_equal_to_the_threshold_is_kept(kernels: build.Kernels, offset: int) -> None:
+    case = Case(kernels, "fp32", 1, 1, 8, offset=offset)
+    words = words_of(case.positions, case.samples, 8, case.c3, case.seed)
+    case.p = int(np.sort(words.reshape(-1))[3]) / 2**32
+    assert case.mask().sum() == 5
+    case.run()
+
+
 def test_slices_of_the_sequence_draw_the_masks_of_the_whole(kernels: build.Kernels) -> None:
     whole, part = Case(kernels, s=6, first=10), Case(kernels, s=2, first=12)
     np.testing.assert_array_equal(whole.mask()[4:8], part.mask())
