@@ -71,10 +71,10 @@ __global__ void __launch_bounds__(kThreads, 2) quantize(Arguments a) {
             codes_t[i] =
                 encode_stochastic4(times(x, col_factor[quarter]), words, a.format.e5m2);
         } else {
-          codes[i][quarter] = encode_nearest4(by_row, a.format);
+          codes[i][quarter] = encode_nearest4(by_row, a.format.e5m2);
           codes_t[i] = codes[i][quarter];
           if (kTwoScales && a.codes_t != nullptr)
-            codes_t[i] = encode_nearest4(times(x, col_factor[quarter]), a.format);
+            codes_t[i] = encode_nearest4(times(x, col_factor[quarter]), a.format.e5m2);
         }
       }
       if (a.codes_t != nullptr) {

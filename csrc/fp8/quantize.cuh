@@ -265,10 +265,13 @@ __device__ inline void store_codes(uint8_t* out, uint4 codes, int64_t valid, boo
     store_streaming(reinterpret_cast<uint4*>(out), codes);
     return;
   }
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const uint32_t word = i < 4 ? codes.x : i < 8 ? codes.y : i < 12 ? codes.z : codes.w;
-    if (i < valid) store_global(out + i, static_cast<uint8_t>(word >> (8 * (i % 4))));
+#pragma unroll 1
+  for (int64_t i = 0; i < min(valid, static_cast<int64_t>(16)); ++i) {
+    store_global(out + i, static_cast<uint8_t>(codes.x));
+    codes.x = __funnelshift_r(codes.x, codes.y, 8);
+    codes.y = __funnelshift_r(codes.y, codes.z, 8);
+    codes.z = __funnelshift_r(codes.z, codes.w, 8);
+    codes.w >>= 8;
   }
 }
 

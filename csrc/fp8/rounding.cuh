@@ -3,7 +3,7 @@
 //   Format                constants of one of the two element types
 //   encode_nearest        saturates (also infinities), keeps the sign of zero, NaN gives 0x7f
 //   encode_stochastic     up iff word < floor(2^32 * discarded fraction); else as above
-//   philox4x32, Stream    one 32-bit word per element, keyed by its logical position
+//   Stream, words_at      one 32-bit word per element, keyed by its logical position
 //   scale_from_amax       largest / amax, always finite and not zero; 1 for amax 0, inf, NaN
 //   e8m0_from_amax        the least power of two s with amax / s <= largest
 //
@@ -13,6 +13,7 @@
 // Formats: OCP 8-bit floating point 1.0 and OCP microscaling 1.0.
 #pragma once
 
+#include "dropout/philox.cuh"
 #include "vectors.cuh"
 
 namespace ml::fp8 {
@@ -75,21 +76,25 @@ __device__ inline uint32_t encode_stochastic(float x, uint32_t word, const Forma
   return (code + (word < threshold ? 1u : 0u)) | sign_of_code(x);
 }
 
-// Four codes, the first in the lowest byte.
-__device__ inline uint32_t encode_nearest4(float4 x, const Format& format) {
+// Four codes, the first in the lowest byte. One instruction for two elements where there is one;
+// elsewhere a call: sixteen copies in each kernel would compile for minutes.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  // One instruction for two elements, with the same result.
-  const auto kind = format.e5m2 ? __NV_E5M2 : __NV_E4M3;
+__device__ inline uint32_t encode_nearest4(float4 x, bool e5m2) {
+  const auto kind = e5m2 ? __NV_E5M2 : __NV_E4M3;
   const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(x.x, x.y), __NV_SATFINITE, kind);
   const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(x.z, x.w), __NV_SATFINITE, kind);
   return low | (high << 16);
+}
 #else
+[[maybe_unused]] __attribute__((noinline)) static __device__ uint32_t
+encode_nearest4(float4 x, bool e5m2) {
+  const Format format = e5m2 ? kE5M2 : kE4M3;
   return encode_nearest(x.x, format) | (encode_nearest(x.y, format) << 8) |
          (encode_nearest(x.z, format) << 16) | (encode_nearest(x.w, format) << 24);
-#endif
 }
+#endif
 
-// A call, as words_at is: sixteen copies of both in each kernel would compile for minutes.
+// A call everywhere, as words_at is.
 [[maybe_unused]] __attribute__((noinline)) static __device__ uint32_t
 encode_stochastic4(float4 x, uint4 words, bool e5m2) {
   const Format format = e5m2 ? kE5M2 : kE4M3;
@@ -100,19 +105,6 @@ encode_stochastic4(float4 x, uint4 words, bool e5m2) {
 }
 
 // ---- random words ----------------------------------------------------------------------
-// Ten rounds of Philox4x32 (Salmon et al., SC 2011).
-__device__ inline uint4 philox4x32(uint4 counter, uint2 key) {
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const uint32_t high0 = __umulhi(0xD2511F53u, counter.x);
-    const uint32_t high1 = __umulhi(0xCD9E8D57u, counter.z);
-    counter = make_uint4(high1 ^ counter.y ^ key.x, 0xCD9E8D57u * counter.z,
-                         high0 ^ counter.w ^ key.y, 0xD2511F53u * counter.x);
-    key = make_uint2(key.x + 0x9E3779B9u, key.y + 0xBB67AE85u);
-  }
-  return counter;
-}
-
 // The words of logical elements: word e mod 4 of the block with counter (e div 4, c2, c3).
 struct Stream {
   uint2 key;

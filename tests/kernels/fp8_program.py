@@ -5,7 +5,6 @@ before it, or instead.
 """
 
 import numpy as np
-
 from tests.kernels.fp8_oracle import BFLOAT16
 from tests.sim import build
 
@@ -26,9 +25,7 @@ def main() -> None:
         float_scales = (np.float32, (across, rows), (down, cols))
         exponents = (np.uint8, (rows, -(-cols // 32)), (cols, -(-rows // 32)))
         square = (np.float32, (down, across), (0,))
-        for scaling, (kind, by_row, by_col) in enumerate(
-            (square, float_scales, square, exponents)
-        ):
+        for scaling, (kind, by_row, by_col) in enumerate((square, float_scales, square, exponents)):
             codes, codes_t = (
                 build.poisoned(shape, np.uint8) for shape in ((rows, cols), (cols, rows))
             )

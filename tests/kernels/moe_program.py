@@ -5,7 +5,6 @@ before it, or instead.
 """
 
 import numpy as np
-
 from tests.sim import build
 
 
