@@ -10,7 +10,7 @@
 //
 // Compute-bound: 2 * (dim + value_dim) FLOPs per visited pair of query and key, rounded up to
 // tiles. Bytes read: q once, k and v once per block; written: out and lse once.
-// No atomics, one fixed order of sums: results are repeatable to the bit.
+// Soft cap and dropout: extras.cuh. No atomics, one fixed order of sums: repeatable to the bit.
 // Limits: dim, value_dim multiples of 8, at most 256 (192 with 128); scale > 0; lengths < 2^30;
 // blocks < 2^31. A row that sees no key gives output 0 and log-sum-exp -inf.
 #include "attention/extras.cuh"

@@ -186,9 +186,7 @@ int by_dims(const Problem& p, const Launch& launch) {
 // Types have the numbers 1 (bf16) and 2 (fp16).
 template <class Launch>
 int by_type(const Problem& p, int64_t dtype, const Launch& launch) {
-#ifndef MLITE_ATTENTION_ONLY_BF16  // tests of what nvcc makes of it
   if (dtype == 2) return by_dims<__half>(p, launch);
-#endif
   return dtype == 1 ? by_dims<__nv_bfloat16>(p, launch) : kInvalidValue;
 }
 

@@ -160,8 +160,9 @@ def test_nvcc_uses_registers_and_spills_none(source: str, arch: str, tmp_path: P
     reason = build.why_not_nvcc()
     if reason is not None:
         pytest.skip(reason)
-    wrapper = tmp_path / "one_type.cu"
-    wrapper.write_text(f'#define MLITE_ATTENTION_ONLY_BF16\n#include "{source[5:]}"\n')
+    # bf16 at every dim, fp16 and what caps or drops at one: the rest differs in nothing here.
+    wrapper = tmp_path / "test_dims.cu"
+    wrapper.write_text(f'#define {calls.DEFINES[0]}\n#include "{source[5:]}"\n')
     kernels = build.compile_for_gpu(wrapper, arch)
     assert kernels
     for name, resources in kernels.items():
