@@ -7,6 +7,7 @@ the same training state whatever layout saved it.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,7 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(json.dumps(report, indent=1) if options.json else format_report(report))
+    text = json.dumps(report, indent=1) if options.json else format_report(report)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough (such as `head`); nothing is wrong with the checkpoint.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return DamagedError.exit_code if options.verify and found.passed_over else 0
 
 

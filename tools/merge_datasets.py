@@ -7,13 +7,14 @@ A folder contributes its prefixes in sorted order.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, too
 
-from megatron_lite.data.exits import run_tool
+from megatron_lite.data.exits import check_output_prefix, run_tool
 from megatron_lite.data.writer import merge_datasets
 from megatron_lite.errors import UserError
 
@@ -59,8 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         if args.multimodal:
             raise UserError("--multimodal is not supported: only token datasets are merged")
+        check_output_prefix(args.output_prefix)
         prefixes = find_prefixes(args.input)
-        if str(args.output_prefix) in prefixes:
+        # Compared as files: ./x and x are one dataset, which would be replaced by the result.
+        if os.path.realpath(args.output_prefix) in map(os.path.realpath, prefixes):
             raise UserError("--output-prefix is also an input")
         meta = merge_datasets(prefixes, args.output_prefix)
         print(f"{args.output_prefix}: {len(prefixes)} datasets merged")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, too
 
-from megatron_lite.data.exits import run_tool
+from megatron_lite.data.exits import check_output_prefix, run_tool
 from megatron_lite.data.preprocess import (
     PreprocessRequest,
     find_best_workers,
@@ -65,12 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError("--split-sentences is not supported: GPT data is whole documents")
         if args.workers is None and not args.find_optimal_num_workers:
             raise UserError("--workers N is required")
+        check_output_prefix(args.output_prefix)
         request = PreprocessRequest(
             input=args.input,
             output_prefix=args.output_prefix,
             json_keys=tuple(dict.fromkeys(args.json_keys)),
             append_eod=args.append_eod,
-            workers=args.workers or 1,
+            workers=1 if args.workers is None else args.workers,
             partitions=args.partitions,
             skip_bad_records=args.skip_bad_records,
             log_interval=args.log_interval,

@@ -35,3 +35,13 @@ def run_tool(work: Callable[[], int]) -> int:
         print(f"error: {error.strerror}{where}", file=sys.stderr)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return DamagedError.exit_code if full else UserError.exit_code
+
+
+def check_output_prefix(prefix: str) -> None:
+    """Refuse an empty prefix, such as an unset variable of a script.
+
+    Raises:
+        UserError: nothing but blanks.
+    """
+    if not prefix.strip():
+        raise UserError("--output-prefix is empty: give a path without suffix")

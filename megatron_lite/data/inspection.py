@@ -71,8 +71,8 @@ def verify_tokens(dataset: IndexedDataset, vocab_size: int | None) -> str:
         if low < 0 or (limit is not None and high >= limit):
             bad = int(np.flatnonzero((block < 0) | (block >= (limit or high + 1)))[0])
             raise DamagedError(
-                f"{dataset.prefix}: token {seen + bad} is id {block[bad]}, outside the "
-                f"vocabulary of {limit}"
+                f"{dataset.prefix}: token {seen + bad} is id {block[bad]}, "
+                + ("below 0" if limit is None else f"outside the vocabulary of {limit}")
             )
         seen += len(block)
     if meta is not None:
@@ -85,7 +85,8 @@ def verify_tokens(dataset: IndexedDataset, vocab_size: int | None) -> str:
             )
         if meta.bin_sha256 not in (None, digest.hexdigest()):
             raise DamagedError(f"{dataset.prefix}: the .bin is not the one that was recorded")
-    return f"verified: ids 0 to {high}, .bin sha256 {digest.hexdigest()}"
+    ids = f"ids 0 to {high}" if seen else "no tokens"
+    return f"verified: {ids}, .bin sha256 {digest.hexdigest()}"
 
 
 def first_difference(one: IndexedDataset, other: IndexedDataset) -> str | None:

@@ -197,6 +197,12 @@ def preprocess(
         raise UserError(
             f"--workers {request.workers} must be a multiple of --partitions {request.partitions}"
         )
+    unusable = [key for key in request.json_keys if not key or "/" in key]
+    if unusable:
+        raise UserError(
+            f"--json-keys {' '.join(map(repr, unusable))}: a key is part of a file's name, so it "
+            "cannot be empty or contain '/'"
+        )
     encoder = _build_encoder(request, tokenizer)
     paths = find_inputs(request.input)
     progress = _Progress(request.log_interval, say)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.errors import UserError
+from megatron_lite.errors import DamagedError, UserError
 
 CHUNK_BYTES = 256 << 10
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -51,6 +51,8 @@ def find_inputs(pattern: str) -> list[str]:
         return [pattern]
     found = sorted(path for path in glob.glob(pattern) if Path(path).is_file())
     if not found:
+        if Path(pattern).exists():
+            raise UserError(f"--input {pattern}: not a regular file (a glob takes several files)")
         raise UserError(f"--input {pattern}: no such file")
     return found
 
@@ -67,7 +69,8 @@ def read_chunks(
         chunk_bytes: lines are collected up to about this size.
 
     Raises:
-        UserError: a file that cannot be read or unpacked.
+        UserError: a file that cannot be read.
+        DamagedError: a file that cannot be unpacked.
     """
     sizes = [Path(path).stat().st_size for path in paths]
     total = max(sum(sizes), 1)
@@ -84,7 +87,9 @@ def read_chunks(
                     yield Chunk(path, first_line, lines, partition)
                     first_line += len(lines)
                     partition = min((before + raw.tell()) * partitions // total, partitions - 1)
-        except (OSError, EOFError, zlib.error) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DamagedError(f"cannot read {path}: {error}") from None
+        except OSError as error:
             raise UserError(f"cannot read {path}: {error}") from None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.data.exits import check_output_prefix
 from megatron_lite.data.records import BadRecordError, find_inputs, parse_record, read_chunks
 from megatron_lite.errors import DamagedError, UserError
 
@@ -58,6 +59,7 @@ def train_tokenizer(
     import sentencepiece
 
     paths = find_inputs(pattern)
+    check_output_prefix(output_prefix)
     target = Path(output_prefix)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")

@@ -1,6 +1,7 @@
 """tools/inspect_checkpoint.py lists, verifies, hashes, and exits with the right code."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,16 @@ def test_listing_and_verifying_import_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
+    save_tiny(tmp_path, 1)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "tools/inspect_checkpoint.py", str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environ, stdout=writing, stderr=subprocess.PIPE
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -6,11 +6,14 @@ import runpy
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_lite.data.corpus import CorpusFilter, collect_corpus
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.errors import UserError
+from megatron_lite.data.inspection import verify_tokens
+from megatron_lite.data.writer import DatasetWriter
+from megatron_lite.errors import DamagedError, UserError
 from tests.data_pipeline.corpora import write_dataset
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -137,3 +140,46 @@ def test_train_tool_writes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert tool("train_tokenizer")(arguments) == 0
     assert (tmp_path / "t.model").is_file()
     assert "290 ids" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("preprocess_data", "--input c --tokenizer-type ByteLevelTokenizer --workers 1"),
+        ("train_tokenizer", "--input c --vocab-size 300"),
+        ("merge_datasets", "--input c"),
+    ],
+)
+def test_an_empty_output_prefix_is_refused(
+    name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c").write_text('{"text": "x"}')
+    arguments = [str(tmp_path / "c") if word == "c" else word for word in words.split()]
+    assert tool(name)([*arguments, "--output-prefix", ""]) == 2
+    assert "--output-prefix is empty" in capsys.readouterr().err
+
+
+def test_no_workers_are_not_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c").write_text('{"text": "x"}')
+    words = f"--input {tmp_path}/c --output-prefix {tmp_path}/o --tokenizer-type ByteLevelTokenizer"
+    assert tool("preprocess_data")([*words.split(), "--workers", "0"]) == 2
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_a_merge_never_replaces_its_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_dataset("a", [[1, 2]])
+    write_dataset("b", [[3]])
+    assert tool("merge_datasets")(["--input", "./a", "b", "--output-prefix", "a"]) == 2
+    assert "also an input" in capsys.readouterr().err
+
+
+def test_verified_words_of_empty_and_negative_data(tmp_path: Path) -> None:
+    assert "no tokens" in verify_tokens(IndexedDataset(write_dataset(tmp_path / "e", [])), None)
+    with DatasetWriter(tmp_path / "n", np.int32) as writer:
+        writer.add_document([-1])
+        writer.finalize()
+    with pytest.raises(DamagedError, match="is id -1, below 0"):
+        verify_tokens(IndexedDataset(tmp_path / "n"), None)

@@ -168,8 +168,10 @@ def test_several_inputs_and_gz_are_read_in_name_order(tmp_path: Path) -> None:
     assert texts(tmp_path / "o") == ["a1", "a2", "b"]
     data = (tmp_path / "a.jsonl.gz").read_bytes()
     (tmp_path / "cut.gz").write_bytes(data[:-10])
-    with pytest.raises(UserError, match=r"cannot read .*cut\.gz"):
+    with pytest.raises(DamagedError, match=r"cannot read .*cut\.gz"):
         run(str(tmp_path / "cut.gz"), tmp_path / "cut")
+    with pytest.raises(UserError, match="not a regular file"):
+        run(str(tmp_path), tmp_path / "folder")
 
 
 def test_each_key_has_its_own_dataset_and_counts(tmp_path: Path) -> None:
@@ -217,6 +219,8 @@ def test_a_killed_worker_is_told_and_does_not_hang(tmp_path: Path) -> None:
     [
         ({"workers": 3, "partitions": 2}, "multiple of --partitions"),
         ({"workers": 0}, "at least 1"),
+        ({"json_keys": ("../../etc",)}, "cannot be empty or contain '/'"),
+        ({"json_keys": ("text", "")}, "cannot be empty"),
     ],
 )
 def test_impossible_requests_are_refused(
