@@ -100,9 +100,46 @@ template <class T>
 __device__ inline void load_shared_by_rows(const T* address, float (&values)[width<T>]) {
   unpack<T>(load_readonly(reinterpret_cast<const uint4*>(address)), values);
 }
+// One store of uint4 or uint2. nvcc splits a plain assignment into words where these come out of
+// conversions. Not marked as a change of memory, so that loads move freely around it: no thread
+// may load what it has stored this way.
+#ifdef __CUDACC__
+__device__ inline void store_bits(uint4* address, const uint4& bits) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(bits.x),
+               "r"(bits.y), "r"(bits.z), "r"(bits.w));
+}
+__device__ inline void store_bits(uint2* address, const uint2& bits) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(bits.x), "r"(bits.y));
+}
+#else
+template <class Bits>
+inline void store_bits(Bits* address, const Bits& bits) {
+  store_global(address, bits);
+}
+#endif
 template <class T>
 __device__ inline void store_vector(T* address, const float (&values)[width<T>]) {
-  store_global(reinterpret_cast<uint4*>(address), pack<T>(values));
+  store_bits(reinterpret_cast<uint4*>(address), pack<T>(values));
+}
+// M consecutive fp32 of a table that several rows read, aligned to M (at most 4) elements.
+template <int M>
+__device__ inline void load_table(const float* address, float (&values)[M]) {
+  if constexpr (M == 1) {
+    values[0] = load_readonly(address);
+  } else if constexpr (M == 2) {
+    const float2 pair = load_readonly(reinterpret_cast<const float2*>(address));
+    values[0] = pair.x;
+    values[1] = pair.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < M; i += 4) {
+      const float4 four = load_readonly(reinterpret_cast<const float4*>(address + i));
+      values[i] = four.x;
+      values[i + 1] = four.y;
+      values[i + 2] = four.z;
+      values[i + 3] = four.w;
+    }
+  }
 }
 
 // N elements: one vector, or one element where vectors cannot be used.

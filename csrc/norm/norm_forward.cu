@@ -8,18 +8,19 @@
 //
 // T is fp32, bf16 or fp16; statistics and arithmetic are fp32, the variance is of two passes
 // (mean first), so a large common offset does not cancel it.
-// One warp (h <= 1024) or one block of up to 512 threads makes a row; each thread keeps 32 of
-// its values in registers. Memory-bound: traffic = 2 * rows * h * sizeof(T) (4 * with a
+// One warp (h <= 1024, fp32 768) or one block of up to 512 threads makes a row; each thread
+// keeps up to 32 (fp32 24) of its values in registers. Memory-bound: traffic = 2 * rows * h * sizeof(T) (4 * with a
 // residual) + 4 * rows per statistic; the weight comes from the caches after the first row.
 // No atomics and fixed orders of summation: bitwise repeatable.
-// Limits: h > 16384, h or a stride not a multiple of 16 bytes, or a pointer not aligned to
-// 16 bytes take a path of single elements that reads x up to 3 times. rows * stride < 2^63.
+// Limits: h > 16384 (fp32 12288), h or a stride not a multiple of 16 bytes, or a pointer not
+// aligned to 16 bytes take a path of single elements that reads x up to 3 times. rows * stride < 2^63.
 #include "norm/rows.cuh"
 
 namespace ml {
 namespace {
 
-constexpr int kValues = 32;  // per thread in registers
+template <class T>
+constexpr int kValues = sizeof(T) == 4 ? 24 : 32;  // per thread in registers
 
 template <class T>
 struct ForwardArguments {
@@ -39,8 +40,8 @@ __device__ inline void write_statistics(const ForwardArguments<T>& a, int64_t ro
 }
 
 template <class T, bool Layer>
-__global__ void __launch_bounds__(kMostThreads) norm_forward(ForwardArguments<T> a) {
-  constexpr int W = width<T>, P = kValues / W;
+__global__ void __launch_bounds__(kMostThreads, 1) norm_forward(ForwardArguments<T> a) {
+  constexpr int W = width<T>, P = kValues<T> / W;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   for (int64_t row = first_row(); row < a.rows; row += step) {
     float v[P][W];
@@ -132,7 +133,7 @@ template <class T>
 bool can_vectorize(const ForwardArguments<T>& a) {
   const bool extra = a.residual == nullptr || (vectorizable(a.residual, a.residual_stride) &&
                                                vectorizable(a.sum, a.sum_stride));
-  return extra && a.h <= static_cast<int64_t>(kValues) * kMostThreads &&
+  return extra && a.h <= static_cast<int64_t>(kValues<T>) * kMostThreads &&
          vectorizable(a.x, a.x_stride) && vectorizable(a.out, a.out_stride) &&
          vectorizable(a.weight, a.h) && (a.bias == nullptr || vectorizable(a.bias, a.h));
 }
@@ -140,7 +141,7 @@ bool can_vectorize(const ForwardArguments<T>& a) {
 template <class T>
 int run_forward(const ForwardArguments<T>& a, void* stream) {
   if (a.h <= 0 || (a.residual != nullptr && a.sum == nullptr)) return kInvalidValue;
-  const dim3 block = row_block(a.h, kValues);
+  const dim3 block = row_block(a.h, kValues<T>);
   const unsigned grid = grid_size(ceil_div(a.rows, block.y));
   const bool layer = a.bias != nullptr;
   if (can_vectorize(a))

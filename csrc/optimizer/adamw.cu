@@ -72,8 +72,8 @@ __device__ inline void update_vector(const AdamWArguments<C>& a, int64_t i, floa
   store_vector(a.exp_avg + i, m);
   store_vector(a.exp_avg_sq + i, v);
   if (a.copy != nullptr)
-    store_global(reinterpret_cast<uint2*>(a.copy + i),
-                 make_uint2(pack_word<C>(w), pack_word<C>(w + 2)));
+    store_bits(reinterpret_cast<uint2*>(a.copy + i),
+               make_uint2(pack_word<C>(w), pack_word<C>(w + 2)));
 }
 
 template <class C, bool Vector>

@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(256) sgd(SgdArguments<C> a) {
     store_vector(a.weight + i, w);
     if (a.momentum != nullptr) store_vector(a.momentum + i, m);
     if (a.copy != nullptr)
-      store_global(reinterpret_cast<uint2*>(a.copy + i),
-                   make_uint2(pack_word<C>(w), pack_word<C>(w + 2)));
+      store_bits(reinterpret_cast<uint2*>(a.copy + i),
+                 make_uint2(pack_word<C>(w), pack_word<C>(w + 2)));
   }
   for (int64_t i = whole + thread; i < a.n; i += threads) {
     const float m = a.momentum != nullptr ? load_global(a.momentum + i) : 0.0f;

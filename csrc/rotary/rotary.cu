@@ -39,15 +39,16 @@ struct Items {
 template <class T, int N>
 __device__ inline void rotate_halves(const RotaryArguments<T>& a, const T* x, T* out,
                                      int64_t table, int64_t i) {
-  float first[N], second[N];
+  float first[N], second[N], c[N], s[N];
   load_elements<N>(x + i, first);
   load_elements<N>(x + a.half + i, second);
+  load_table(a.cosine + table + i, c);
+  load_table(a.sine + table + i, s);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    const float c = load_readonly(a.cosine + table + i + j);
-    const float s = load_readonly(a.sine + table + i + j) * a.direction;
-    const float turned = first[j] * c - second[j] * s;
-    second[j] = second[j] * c + first[j] * s;
+    s[j] *= a.direction;
+    const float turned = first[j] * c[j] - second[j] * s[j];
+    second[j] = second[j] * c[j] + first[j] * s[j];
     first[j] = turned;
   }
   store_elements<N>(out + i, first);
@@ -57,23 +58,28 @@ __device__ inline void rotate_halves(const RotaryArguments<T>& a, const T* x, T*
 template <class T, int N>
 __device__ inline void rotate_neighbours(const RotaryArguments<T>& a, const T* x, T* out,
                                          int64_t table, int64_t i) {
-  const auto turn = [&](float& first, float& second, int64_t pair) {
-    const float c = load_readonly(a.cosine + table + pair);
-    const float s = load_readonly(a.sine + table + pair) * a.direction;
-    const float turned = first * c - second * s;
-    second = second * c + first * s;
-    first = turned;
-  };
-  if constexpr (N == 1) {  // item i is a pair
-    float first = to_float(load_global(x + 2 * i)), second = to_float(load_global(x + 2 * i + 1));
-    turn(first, second, i);
-    store_global(out + 2 * i, from_float<T>(first));
-    store_global(out + 2 * i + 1, from_float<T>(second));
-  } else {  // a vector at channel i
-    float values[N];
+  constexpr int M = N == 1 ? 1 : N / 2;  // pairs of an item: item i is a pair or a vector
+  const int64_t pair = N == 1 ? i : i / 2;
+  float values[2 * M], c[M], s[M];
+  if constexpr (N == 1) {
+    values[0] = to_float(load_global(x + 2 * pair));
+    values[1] = to_float(load_global(x + 2 * pair + 1));
+  } else {
     load_elements<N>(x + i, values);
+  }
+  load_table(a.cosine + table + pair, c);
+  load_table(a.sine + table + pair, s);
 #pragma unroll
-    for (int j = 0; j < N; j += 2) turn(values[j], values[j + 1], (i + j) / 2);
+  for (int j = 0; j < M; ++j) {
+    s[j] *= a.direction;
+    const float turned = values[2 * j] * c[j] - values[2 * j + 1] * s[j];
+    values[2 * j + 1] = values[2 * j + 1] * c[j] + values[2 * j] * s[j];
+    values[2 * j] = turned;
+  }
+  if constexpr (N == 1) {
+    store_global(out + 2 * pair, from_float<T>(values[0]));
+    store_global(out + 2 * pair + 1, from_float<T>(values[1]));
+  } else {
     store_elements<N>(out + i, values);
   }
 }
@@ -114,7 +120,8 @@ bool fits(const T* pointer, const Strides& stride) {
 template <class T, bool Interleaved>
 int run(const RotaryArguments<T>& a, void* stream) {
   constexpr int W = width<T>;
-  const bool vector = fits(a.x, a.x_stride) && fits(a.out, a.out_stride) && a.d % W == 0 &&
+  const bool vector = vectorizable(a.cosine, 0) && vectorizable(a.sine, 0) &&
+                      fits(a.x, a.x_stride) && fits(a.out, a.out_stride) && a.d % W == 0 &&
                       (Interleaved ? 2 * a.half : a.half) % W == 0;
   const int64_t step = vector ? W : 1;
   const int64_t pairs = Interleaved && vector ? 2 * a.half / W : a.half / step;

@@ -182,4 +182,4 @@ def test_register_budget() -> None:
     for kernels in resources(SOURCE).values():
         for name, used in kernels.items():
             assert used["spill_bytes"] == used["stack_bytes"] == 0, name
-            assert used["registers"] <= 48, name
+            assert used["registers"] <= 64, name
