@@ -41,6 +41,9 @@ for folder in ${corpus_dirs[@]+"${corpus_dirs[@]}"}; do
 done
 
 work="${QUICKSTART_DIR:-runs/quickstart}"
+corpus="$work/corpus.jsonl"
+tokenizer="$work/tokenizer"
+dataset="$work/corpus_text_document"
 mkdir -p "$work"
 
 step() { echo; echo "[$1/7] $2"; }
@@ -55,6 +58,43 @@ reuse() { [ -e "$1" ] && [ -f "$1.stamp" ] && [ "$(cat "$1.stamp")" = "$2" ]; }
 # finish OUTPUT INPUTS: record what OUTPUT was made from.
 finish() { echo "$2" >"$1.stamp.new" && mv "$1.stamp.new" "$1.stamp"; }
 
+# torchrun without its traceback: the ranks have told what happened.
+torchrun='
+import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try:
+    main()
+except SignalException:
+    sys.exit(75)
+except ChildFailedError as error:
+    rank, failure = error.get_first_failure()
+    print(f"rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
+    sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
+'
+
+# set_pretrain RUN: the training command, its results in RUN.
+set_pretrain() {
+    pretrain=(
+        pretrain.py
+        --num-layers 4 --hidden-size 192 --ffn-hidden-size 512
+        --num-attention-heads 4 --group-query-attention --num-query-groups 2
+        --seq-length 256 --max-position-embeddings 256
+        --normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear
+        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+        --micro-batch-size 4 --global-batch-size 8 --train-iters "$steps"
+        --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters "$((steps / 20))"
+        --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
+        --data-path "$dataset" --split 98,2,0 --data-cache-path "$work/cache"
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model "$tokenizer.model"
+        --eval-interval 100 --eval-iters 20 --log-interval 10 --log-throughput
+        --save "$1/checkpoints" --load "$1/checkpoints" --save-interval 100
+        --metrics-jsonl "$1/metrics.jsonl" --device cpu
+        ${flags[@]+"${flags[@]}"}
+    )
+}
+
 step 1 "environment"
 ./scripts/setup.sh train
 venv="${MLITE_VENV:-$PWD/.venv}"
@@ -65,6 +105,9 @@ cores="$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 3 ? cores / 2 : 1))}"
 echo "      $(python -c 'import platform, importlib.metadata as m
 print("Python", platform.python_version(), "torch", m.version("torch"))'), 2 processes"
+# Flags that training would refuse are told now, not after minutes of preparation.
+set_pretrain "$work"
+WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 python "${pretrain[@]}" --print-config >/dev/null
 
 # The interpreter's own library first, installed packages to fill up.
 sources=(${corpus_dirs[@]+"${corpus_dirs[@]}"})
@@ -72,7 +115,6 @@ for kind in stdlib purelib; do
     sources+=("$(python -c "import sysconfig; print(sysconfig.get_path('$kind'))")")
 done
 
-corpus="$work/corpus.jsonl"
 step 2 "corpus: $corpus"
 inputs="${sources[*]} $(python -V) 32 MB"
 if reuse "$corpus" "$inputs"; then
@@ -85,7 +127,6 @@ else
     finish "$corpus" "$inputs"
 fi
 
-tokenizer="$work/tokenizer"
 step 3 "tokenizer: $tokenizer.model"
 inputs="$(hash_of <"$corpus") 4096"
 if reuse "$tokenizer.model" "$inputs"; then
@@ -95,7 +136,6 @@ else
     finish "$tokenizer.model" "$inputs"
 fi
 
-dataset="$work/corpus_text_document"
 step 4 "dataset: $dataset.bin, .idx"
 inputs="$(hash_of <"$corpus") $(hash_of <"$tokenizer.model")"
 if reuse "$dataset.idx" "$inputs"; then
@@ -111,28 +151,12 @@ run_key="$(printf '%s\0' "$(hash_of <"$dataset.idx")" ${flags[@]+"${flags[@]}"} 
 run="$work/steps-$steps-${run_key:0:8}"
 mkdir -p "$run"
 step 5 "training: $steps steps in $run"
-pretrain=(
-    pretrain.py
-    --num-layers 4 --hidden-size 192 --ffn-hidden-size 512
-    --num-attention-heads 4 --group-query-attention --num-query-groups 2
-    --seq-length 256 --max-position-embeddings 256
-    --normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size 4 --global-batch-size 8 --train-iters "$steps"
-    --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters "$((steps / 20))"
-    --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
-    --data-path "$dataset" --split 98,2,0 --data-cache-path "$work/cache"
-    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$tokenizer.model"
-    --eval-interval 100 --eval-iters 20 --log-interval 10 --log-throughput
-    --save "$run/checkpoints" --load "$run/checkpoints" --save-interval 100
-    --metrics-jsonl "$run/metrics.jsonl" --device cpu
-    ${flags[@]+"${flags[@]}"}
-)
+set_pretrain "$run"
 if reuse "$run/metrics.jsonl" "$run_key"; then
     echo "      reused"
 else
     # A rendezvous of its own on a free port: several quickstarts can share a machine.
-    launch=(-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d
+    launch=(-c "$torchrun" --nproc-per-node 2 --rdzv-backend c10d
         --rdzv-endpoint localhost:0 --local-addr localhost)
     # In a process group of its own, so that Ctrl-C arrives as SIGTERM, which saves.
     set -m
@@ -145,10 +169,11 @@ else
     # A signal ends `wait`, not the training: it is saving now.
     while kill -0 "$training" 2>/dev/null; do wait "$training" || status=$?; done
     trap - INT TERM
-    if [ "$status" -ne 0 ]; then
-        echo "quickstart: training did not finish; the same command continues it" >&2
-        exit 1
-    fi
+    case "$status" in
+        0) ;;
+        2) exit 2 ;; # refused, and told: the same command would be refused again
+        *) echo "quickstart: training did not finish; the same command continues it" >&2; exit 1 ;;
+    esac
     finish "$run/metrics.jsonl" "$run_key"
 fi
 
