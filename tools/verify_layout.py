@@ -29,15 +29,18 @@ from megatron_lite.verify.scale import Scaled, scale_down
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of this tool; all other flags are pretrain.py's."""
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        usage="%(prog)s [options] FLAGS",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [options] FLAGS of pretrain.py",
         allow_abbrev=False,
     )
     world = parser.add_mutually_exclusive_group()
     world.add_argument("--ranks", type=int, help=f"CPU processes to verify on, 1 to {MAX_RANKS}")
     world.add_argument("--world-size", type=int, help="ranks of the job; scaled down to 8")
-    parser.add_argument("--precision", choices=("fp64", "fp32"), default="fp64")
-    parser.add_argument("--steps", type=int, default=5, help="training steps of each run")
+    parser.add_argument(
+        "--precision", choices=("fp64", "fp32"), default="fp64", help="of both runs (fp64)"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="training steps of each run (5)")
     parser.add_argument("--keep", metavar="DIR", help="keep all runs' files in this new folder")
     return parser
 

@@ -14,8 +14,7 @@ HEAD = """usage: pretrain.py --num-layers N --hidden-size H --num-attention-head
 
 Trains a language model. Names, types and defaults are Megatron-LM's. Several processes
 are started by torchrun, srun or mpirun; plain python is one process. Flags may also be
-written to a YAML or JSON file by field name (--config-file); --print-config shows one.
-"""
+written to a YAML or JSON file by field name (--config-file); --print-config shows one."""
 
 
 def format_help(options: Mapping[str, Option]) -> str:
@@ -27,7 +26,7 @@ def format_help(options: Mapping[str, Option]) -> str:
             continue
         if option.group != group:
             group = option.group
-            lines.append(f"{group}:")
+            lines += ["", f"{group}:"]
         lines += format_option(option)
     outside = sum(1 for option in options.values() if not option.group)
     lines.append("")

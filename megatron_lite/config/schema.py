@@ -76,7 +76,7 @@ class ModelConfig:
     )
     position_embedding_type: str = flag(
         "learned_absolute",
-        "How positions enter the model.",
+        "How positions enter the model; learned_absolute, rope and none so far.",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
     )
     use_rotary_position_embeddings: bool = flag(
@@ -166,7 +166,7 @@ class ParallelConfig:
     use_torch_fsdp2: bool = flag(False, "Shard parameters over DP with torch's fully_shard.")
     data_parallel_sharding_strategy: str | None = flag(
         None,
-        "What DP shards; unset: derived from the flags that imply one.",
+        "What DP shards; only no_shard so far.",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
     num_distributed_optimizer_instances: int = flag(
@@ -258,7 +258,7 @@ class OptimizerConfig:
 
     optimizer: str = flag(
         "adam",
-        "Update rule (adam decouples weight decay, as AdamW).",
+        "Update rule (adam decouples weight decay, as AdamW); adam and sgd so far.",
         choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
     )
     lr: float | None = flag(None, "Peak learning rate.")
@@ -360,7 +360,9 @@ class DataConfig:
     mock_data: bool = flag(False, "Counting sequences instead of data.")
     num_workers: int = flag(2, "Loader threads per rank; 0: in the main thread.")
     dataloader_type: str | None = flag(
-        None, "Order of samples; unset: single.", choices=("single", "cyclic", "external")
+        None,
+        "Order of samples; unset: single, the only one so far.",
+        choices=("single", "cyclic", "external"),
     )
     eod_mask_loss: bool = flag(False, "No loss where the input is the end of a document.")
     reset_position_ids: bool = flag(False, "Restart positions after each document.")
@@ -378,7 +380,7 @@ class DataConfig:
     )
     tokenizer_type: str | None = flag(
         None,
-        "Tokenizer (required).",
+        "Tokenizer (required); SentencePiece, byte-level and null so far.",
         choices=(
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
@@ -506,7 +508,7 @@ class RunConfig:
     )
     nan_policy: str | None = flag(
         None,
-        "On non-finite gradients; unset: stop (fp16 skips an overflow).",
+        "On non-finite gradients; unset: stop; no rollback yet.",
         choices=("skip", "stop", "rollback"),
     )
     deterministic_mode: bool = flag(False, "Only repeatable operations (always so on the CPU).")
@@ -522,7 +524,7 @@ class OwnConfig:
     device: str = flag("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
     config_file: str | None = flag(None, "YAML or JSON file of fields; the command line wins.")
     print_config: bool = flag(False, "Print the resolved configuration as YAML and stop.")
-    dry_run: bool = flag(False, "Report layout, memory and batch plan without training.")
+    dry_run: bool = flag(False, "Report the plan without training (not yet supported).")
     pipeline_schedule: str | None = flag(
         None,
         "Schedule by name or file:PATH; unset: interleaved with virtual stages, else 1f1b.",
