@@ -254,7 +254,7 @@ def test_bytes_are_the_least(kernels: build.Kernels) -> None:
 
 
 def test_offsets_beyond_two_to_the_31(kernels: build.Kernels) -> None:
-    tokens, h = 40_000, 32_768  # 2^31 bytes are passed at row 32,768 in bf16
+    tokens, h = 70_000, 32_768  # 2^31 elements are passed at row 65,536
     x, packed = (build.sparse((tokens, h), BFLOAT16) for _ in range(2))
     x[-1], x[-2] = 1.5, -2.5
     source = build.placed(np.arange(tokens, dtype=np.int32)[::-1].copy())
