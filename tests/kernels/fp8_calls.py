@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+
 from tests.kernels.fp8_oracle import BFLOAT16, Array, Format
 from tests.sim import build
 

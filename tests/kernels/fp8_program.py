@@ -5,6 +5,7 @@ before it, or instead.
 """
 
 import numpy as np
+
 from tests.kernels.fp8_oracle import BFLOAT16
 from tests.sim import build
 

@@ -5,6 +5,7 @@ before it, or instead.
 """
 
 import numpy as np
+
 from tests.sim import build
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tests.sim import build
 
 Array = NDArray[Any]

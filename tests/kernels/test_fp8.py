@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tests.kernels import fp8_oracle as oracle
 from tests.kernels.fp8_calls import DTYPES, SCALINGS, SOURCES, Result, ceil_div, inputs
 from tests.kernels.fp8_oracle import BFLOAT16, E4M3, E5M2, FORMATS, Array, Format

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests.kernels import fp8_oracle as oracle
 from tests.kernels.fp8_calls import DTYPES, SOURCES, Result, code_of, inputs
 from tests.kernels.fp8_oracle import BFLOAT16, E4M3, FORMATS, Format

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tests.kernels.moe_routes import SOURCES, check_route, draw_ids, route
 from tests.sim import build
 
