@@ -107,6 +107,18 @@ def length_message(f: Facts) -> str:
     )
 
 
+def first_batch(f: Facts) -> int:
+    """Return the global batch size of the first step; 0 where it is unknown or illegal."""
+    if f.config.rampup_batch_size is not None:
+        return max(f.config.rampup_batch_size[0], 0)
+    if f.config.step_batch_size_schedule is not None:
+        try:
+            return parse_batch_schedule(f.config.step_batch_size_schedule)[0][1]
+        except ValueError:
+            return 0
+    return f.number("global_batch_size") if f.has("global_batch_size") else f.batch_unit
+
+
 def decay_length(f: Facts) -> tuple[int | None, int, str]:
     """Return (decay length, warm-up, unit) in the unit of the run."""
     c = f.config
@@ -244,6 +256,14 @@ BATCH_RULES: tuple[Rule, ...] = (
         "one-length",
         lambda f: (f.config.train_iters is None) == (f.config.train_samples is None),
         length_message,
+    ),
+    Rule(
+        "samples-of-a-step",
+        lambda f: f.has("train_samples") and f.number("train_samples") < first_batch(f),
+        lambda f: (
+            f"--train-samples {f.config.train_samples} is less than the first step takes "
+            f"({first_batch(f)} samples): nothing would be trained; nearest legal: {first_batch(f)}"
+        ),
     ),
     Rule(
         "lr-required",

@@ -315,3 +315,18 @@ def test_a_weight_of_a_blend_is_finite(weight):
 def test_a_split_is_made_of_plain_finite_numbers(split):
     words = [*line("--data-path a", drop="--mock-data"), "--split", split]
     assert "split" in [rule for rule, _ in violations(parse_config(words, {}), 1)]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--train-samples 3 --global-batch-size 4",
+        "--train-samples 1",
+        "--train-samples 3 --global-batch-size 8 --rampup-batch-size 4 4 8",
+        "--train-samples 3 --step-batch-size-schedule 0:4",
+    ],
+)
+def test_fewer_samples_than_a_step_are_refused(flags):
+    assert broken(flags, drop="--train-iters") == ["samples-of-a-step"]
+    more = flags.replace("samples 3", "samples 4").replace("samples 1", "samples 2")
+    assert broken(more, drop="--train-iters") == []
