@@ -48,7 +48,7 @@ def load_meta(prefix: str | Path) -> DatasetMeta | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         meta = DatasetMeta(**{k: v for k, v in content.items() if k in known})
         _check_types(meta)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (IsADirectoryError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(
             f"{path}: not a dataset record ({error}); delete it to do without"
         ) from None
