@@ -70,6 +70,13 @@ def run(args: argparse.Namespace, info: WorldInfo, status: RunStatus) -> int:
     with load_stage(config, found, info, status) as (stage, tokenizer):
         for number, prompt in enumerate(args.prompt):
             tokens = tokenizer.encode(prompt)
+            room = stage.plan.model.max_position_embeddings - len(tokens) + 1
+            if info.rank == 0 and room < args.max_new_tokens:
+                print(
+                    f"note: the model's positions end after {max(room, 0)} new tokens, "
+                    f"--max-new-tokens {args.max_new_tokens} asks for more",
+                    file=sys.stderr,
+                )
             produced = sample_tokens(
                 stage, tokens, args.max_new_tokens, options, tokenizer.find_special("eod")
             )
