@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the whole product of the parity matrix: every model, precision and layout against one
-# process. About 1,200 runs on up to 8 ranks, half an hour on two calm cores.
+# process. About 1,200 runs on up to 8 ranks, about an hour on two calm cores.
 #
 #   ./scripts/parity_full.sh [PYTEST ARGUMENTS]     e.g. ./scripts/parity_full.sh -k qwen3
 #
