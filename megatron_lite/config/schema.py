@@ -182,7 +182,9 @@ class ParallelConfig:
         False, "Reduce gradients during the backward pass (always done here)."
     )
     distributed_backend: str = flag(
-        "nccl", "Transport on CUDA; on the CPU it is gloo.", choices=("nccl", "gloo")
+        "nccl",
+        "Accepted; NCCL on CUDA and gloo on the CPU whatever it says.",
+        choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: int = flag(
         10, "Longest wait in a collective before the run fails.", unit="minutes"

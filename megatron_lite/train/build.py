@@ -76,6 +76,8 @@ def build_run(
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
         device = pick_device(config)
+        if config.deterministic_mode and device == "cuda":  # the CPU's are repeatable anyway
+            torch.use_deterministic_algorithms(True)
         tokenizer = build_tokenizer(config)
         plan = build_plan(config, info.world_size, tokenizer.vocab_size)
         set_threads(info)
