@@ -1,0 +1,180 @@
+"""Build the native library with ninja: incrementally, in parallel, once per machine.
+
+The result is one shared object without Python in it. It lies in `build/native/<toolchain>/`
+of the checkout (or in the user's cache where that cannot be written), beside its key, the
+hash of everything that went into it. Processes that want it at the same time wait for one
+builder behind a file lock; a failure is recorded under the same key and not tried again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_lite.native import sources
+
+LIBRARY = "mlite_ops.so"
+
+
+class BuildError(Exception):
+    """The library cannot be built; the text says why and where the whole output lies."""
+
+
+def find_compiler() -> str:
+    """The C++ compiler: $CXX, else g++, c++ or clang++ on PATH."""
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise BuildError(f"no C++ compiler ({wanted or 'g++, c++, clang++'}) on PATH")
+
+
+def find_nvcc() -> str | None:
+    """nvcc of $CUDA_HOME, of PATH or of the usual place."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
+
+
+def wants_cuda() -> bool:
+    """Whether CUDA kernels go in: MLITE_CUDA=1 or 0, else where a device and nvcc are there."""
+    wish = os.environ.get("MLITE_CUDA", "")
+    if wish in ("0", "1"):
+        return wish == "1"
+    if not Path("/dev/nvidia0").exists() or find_nvcc() is None:
+        return False
+    import torch
+
+    return torch.version.cuda is not None
+
+
+def _quote(text: str) -> str:
+    return text.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _ninja_file(root: Path, compiler: str, cuda: bool) -> str:
+    import torch
+    from torch.utils import cpp_extension
+
+    includes = " ".join(f"-isystem {_quote(path)}" for path in cpp_extension.include_paths())
+    libraries = [str(path) for path in Path(torch.__file__).parent.glob("lib")]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    link = [f"-L{path} -Wl,-rpath,{path}" for path in libraries] + ["-ltorch_cpu -lc10"]
+    nvcc = find_nvcc()
+    if cuda:
+        if nvcc is None:
+            raise BuildError("MLITE_CUDA=1, but nvcc is neither on PATH nor in $CUDA_HOME/bin")
+        toolkit = Path(nvcc).resolve().parent.parent
+        link += [f"-L{toolkit / 'lib64'} -Wl,-rpath,{toolkit / 'lib64'} -lcudart -ltorch_cuda"]
+    lines = [
+        "ninja_required_version = 1.5",
+        "rule cxx",
+        f"  command = {_quote(compiler)} -MMD -MF $out.d $flags -I{_quote(str(root / 'csrc'))}"
+        " -c $in -o $out",
+        "  depfile = $out.d\n  deps = gcc",
+        "rule nvcc",
+        f"  command = {_quote(nvcc or 'nvcc')} -MD -MF $out.d $flags"
+        f" -I{_quote(str(root / 'csrc'))} -c $in -o $out",
+        "  depfile = $out.d\n  deps = gcc",
+        "rule link",
+        f"  command = {_quote(compiler)} -shared -o $out.new $in {' '.join(link)}"
+        " && mv -f $out.new $out",
+    ]
+    objects = []
+    for unit in sources.host_units(root, cuda):
+        lines.append(f"build {unit.object}: cxx {_quote(str(root / unit.source))}")
+        extra = f" {includes} {abi}" if unit.torch else ""
+        lines.append(f"  flags = {' '.join(unit.flags)}{extra}")
+        objects.append(unit.object)
+    for unit in sources.cuda_units(root, sources.cuda_architectures()) if cuda else []:
+        lines.append(f"build {unit.object}: nvcc {_quote(str(root / unit.source))}")
+        lines.append(f"  flags = {' '.join(unit.flags)}")
+        objects.append(unit.object)
+    lines += [f"build {LIBRARY}: link {' '.join(objects)}", f"default {LIBRARY}", ""]
+    return "\n".join(lines)
+
+
+def _toolchain(cuda: bool) -> str:
+    import torch
+
+    version = torch.__version__.split("+")[0]
+    return f"torch-{version}-{'cuda' if cuda else 'cpu'}"
+
+
+def build_directory(root: Path, cuda: bool) -> Path:
+    """Where this checkout's library is built; the user's cache where `build/` is read-only."""
+    place = root / "build" / "native"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        writable = os.access(place, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        place = cache / "megatron_lite" / sources.fingerprint(root)
+    return place / _toolchain(cuda)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "w", encoding="utf-8") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _run_ninja(directory: Path) -> None:
+    ninja = Path(sys.executable).parent / "ninja"
+    command = [str(ninja) if ninja.exists() else shutil.which("ninja") or "ninja"]
+    if jobs := os.environ.get("MAX_JOBS"):
+        command += ["-j", jobs]
+    log = directory / "build.log"
+    with open(log, "w", encoding="utf-8") as output:
+        try:
+            done = subprocess.run(command, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
+        except FileNotFoundError:
+            raise BuildError("ninja is not installed (pip install ninja)") from None
+    if done.returncode != 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        first = next((line for line in lines if "error" in line.lower()), "no error line")
+        raise BuildError(f"{first.strip()} (whole output: {log})")
+
+
+def build_library(root: Path, cuda: bool) -> Path:
+    """The library of these sources, built now unless it is there already.
+
+    Args:
+        root: of the checkout.
+        cuda: with the CUDA kernels.
+
+    Raises:
+        BuildError: no compiler, no ninja, or a compilation failed (now or, with the same
+            sources, earlier).
+    """
+    compiler = find_compiler()
+    architectures = sources.cuda_architectures() if cuda else ()
+    key = sources.fingerprint(root, compiler, _toolchain(cuda), *architectures)
+    directory = build_directory(root, cuda)
+    library, stamp, failure = (directory / n for n in (LIBRARY, f"{LIBRARY}.key", "failed"))
+    with _locked(directory):
+        if library.is_file() and stamp.is_file() and stamp.read_text() == key:
+            return library
+        if failure.is_file() and failure.read_text(encoding="utf-8").startswith(key):
+            raise BuildError(failure.read_text(encoding="utf-8")[len(key) + 1 :])
+        (directory / "build.ninja").write_text(
+            _ninja_file(root, compiler, cuda), encoding="utf-8"
+        )
+        try:
+            _run_ninja(directory)
+        except BuildError as error:
+            failure.write_text(f"{key}\n{error}", encoding="utf-8")
+            raise
+        failure.unlink(missing_ok=True)
+        stamp.write_text(key)
+        return library

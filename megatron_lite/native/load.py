@@ -1,0 +1,77 @@
+"""Find, build where needed, and load the native library.
+
+Loading only adds implementations: operations, their reference in plain torch and their rules
+for autograd and fake tensors are registered by `megatron_lite/ops/` and exist without it. So
+a machine without a compiler trains with the references, after one warning;
+MLITE_REQUIRE_NATIVE=1 makes that an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_lite.errors import UserError
+from megatron_lite.native import build, sources
+
+
+@dataclass(frozen=True)
+class Native:
+    """What was loaded.
+
+    Attributes:
+        library: path of the shared object, None where the references run.
+        cuda: it holds CUDA kernels.
+        reason: why there is none.
+    """
+
+    library: Path | None
+    cuda: bool = False
+    reason: str = ""
+
+    def serves(self, device: torch.device | str) -> bool:
+        """Whether operations on this device have a native implementation."""
+        if self.library is None:
+            return False
+        return self.cuda or torch.device(device).type == "cpu"
+
+
+def _find() -> Native:
+    root = sources.source_root()
+    if root is None:
+        library = Path(__file__).parent / build.LIBRARY
+        if library.is_file():
+            return Native(library, (library.parent / "with_cuda").is_file())
+        return Native(None, reason="the package was installed without native library and sources")
+    cuda = build.wants_cuda()
+    try:
+        return Native(build.build_library(root, cuda), cuda)
+    except build.BuildError as error:
+        return Native(None, reason=str(error))
+
+
+@functools.cache
+def load_native() -> Native:
+    """Load the native library once per process.
+
+    Raises:
+        UserError: there is none and MLITE_REQUIRE_NATIVE is set.
+    """
+    native = _find()
+    if native.library is not None:
+        try:
+            torch.ops.load_library(str(native.library))
+            return native
+        except OSError as error:
+            native = Native(None, reason=f"{native.library}: {error}")
+    if os.environ.get("MLITE_REQUIRE_NATIVE", "0") not in ("", "0"):
+        raise UserError(f"native operations are required (MLITE_REQUIRE_NATIVE): {native.reason}")
+    warnings.warn(
+        f"native operations are not available, plain torch runs: {native.reason}", stacklevel=2
+    )
+    return native
