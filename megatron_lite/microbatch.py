@@ -119,6 +119,7 @@ class MicrobatchContext:
         wgrads: where weight gradients go; None in evaluation.
         losses: where loss sums go.
         keep_activations: debug dump of activations is on.
+        native: operations use their native implementation on this device.
     """
 
     step: int
@@ -134,3 +135,4 @@ class MicrobatchContext:
     wgrads: WeightGradientStore | None
     losses: LossSink = field(default_factory=LossSink)
     keep_activations: bool = False
+    native: bool = False

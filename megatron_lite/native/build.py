@@ -60,12 +60,12 @@ def _quote(text: str) -> str:
 
 def _ninja_file(root: Path, compiler: str, cuda: bool) -> str:
     import torch
-    from torch.utils import cpp_extension
 
-    includes = " ".join(f"-isystem {_quote(path)}" for path in cpp_extension.include_paths())
-    libraries = [str(path) for path in Path(torch.__file__).parent.glob("lib")]
+    home = Path(torch.__file__).parent
+    headers = (home / "include", home / "include" / "torch" / "csrc" / "api" / "include")
+    includes = " ".join(f"-isystem {_quote(str(path))}" for path in headers)
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    link = [f"-L{path} -Wl,-rpath,{path}" for path in libraries] + ["-ltorch_cpu -lc10"]
+    link = [f"-L{home / 'lib'} -Wl,-rpath,{home / 'lib'} -ltorch_cpu -lc10"]
     nvcc = find_nvcc()
     if cuda:
         if nvcc is None:
@@ -167,9 +167,7 @@ def build_library(root: Path, cuda: bool) -> Path:
             return library
         if failure.is_file() and failure.read_text(encoding="utf-8").startswith(key):
             raise BuildError(failure.read_text(encoding="utf-8")[len(key) + 1 :])
-        (directory / "build.ninja").write_text(
-            _ninja_file(root, compiler, cuda), encoding="utf-8"
-        )
+        (directory / "build.ninja").write_text(_ninja_file(root, compiler, cuda), encoding="utf-8")
         try:
             _run_ninja(directory)
         except BuildError as error:

@@ -123,7 +123,7 @@ def fingerprint(root: Path, *facts: str) -> str:
     digest = hashlib.sha256()
     files = [path for path in root.glob("csrc/**/*") if path.is_file()]
     for path in (*sorted(files), Path(__file__)):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     for fact in facts:
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()[:24]
