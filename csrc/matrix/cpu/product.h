@@ -75,10 +75,66 @@ ML_INLINE int64_t right_at(int64_t k, int64_t n, int64_t stride) {
 }
 
 // ---- packing ---------------------------------------------------------------------------
+// a0 b0 a1 b1 ... of the first halves of two vectors, then of the second halves.
+template <class A>
+ML_INLINE void interleave(Vector<A>& a, Vector<A>& b) {
+  constexpr int kLength = kLanes<A>;
+#if defined(__clang__)
+  Vector<A> low, high;
+  for (int i = 0; i < kLength; ++i) {
+    low[i] = i % 2 == 0 ? a[i / 2] : b[i / 2];
+    high[i] = i % 2 == 0 ? a[kLength / 2 + i / 2] : b[kLength / 2 + i / 2];
+  }
+#else
+  using Index = decltype(a < b);
+  Index first, second;
+  for (int i = 0; i < kLength; ++i) {
+    first[i] = i / 2 + (i % 2) * kLength;
+    second[i] = first[i] + kLength / 2;
+  }
+  const Vector<A> low = __builtin_shuffle(a, b, first), high = __builtin_shuffle(a, b, second);
+#endif
+  a = low;
+  b = high;
+}
+
+// Transposes kLanes x kLanes elements: interleaving row i with row i + half, log2 times.
+template <class A>
+ML_INLINE void transpose_square(Vector<A> (&rows)[kLanes<A>]) {
+  constexpr int kLength = kLanes<A>;
+#pragma GCC unroll 4
+  for (int step = 1; step < kLength; step *= 2) {
+    Vector<A> next[kLength];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLength / 2; ++i) {
+      Vector<A> a = rows[i], b = rows[i + kLength / 2];
+      interleave<A>(a, b);
+      next[2 * i] = a;
+      next[2 * i + 1] = b;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLength; ++i) rows[i] = next[i];
+  }
+}
+
+// to [columns, rows] = the transpose of from [rows, columns], widened; the rest of the padded
+// `to` is 0.
 template <class T>
-ML_INLINE Operand<T> operand_of(T x) {
-  if constexpr (kPaired<T>) return x;
-  else return widen_element(x);
+ML_INLINE void transpose_widened(Wide<T>* to, int64_t to_stride, const T* from,
+                                 int64_t row_stride, int64_t rows, int64_t columns) {
+  constexpr int kLength = kLanes<Wide<T>>;
+  for (int64_t j = 0; j < padded(columns); j += kLength)
+    for (int64_t i = 0; i < padded(rows); i += kLength) {
+      Vector<Wide<T>> square[kLength];
+      for (int r = 0; r < kLength; ++r) {
+        const int64_t count = i + r < rows ? columns - j : 0;
+        if (count >= kLength) square[r] = load(from + (i + r) * row_stride + j);
+        else if (count <= 0) square[r] = splat<Wide<T>>(0);
+        else square[r] = load_some(from + (i + r) * row_stride + j, count);
+      }
+      transpose_square<Wide<T>>(square);
+      for (int r = 0; r < kLength; ++r) store(to + (j + r) * to_stride + i, square[r]);
+    }
 }
 
 #if ML_PAIRED
@@ -167,10 +223,7 @@ ML_INLINE void pack_left_transposed(Operand<T>* to, int64_t to_stride, const T* 
     return;
   }
 #endif
-  for (int64_t i = 0; i < padded(m); ++i)
-    for (int64_t p = 0; p < padded(k); ++p)
-      to[i * to_stride + p] =
-          i < m && p < k ? operand_of(from[p * row_stride + i]) : Operand<T>{};
+  if constexpr (!kPaired<T>) transpose_widened(to, to_stride, from, row_stride, k, m);
 }
 
 // `from` [k, n]; rows [0, padded(k)) and columns [0, padded(n)) are written.
@@ -222,12 +275,7 @@ ML_INLINE void pack_right_transposed(Operand<T>* to, int64_t to_stride, const T*
     return;
   }
 #endif
-  if constexpr (!kPaired<T>) {
-    for (int64_t p = 0; p < padded(k); ++p)
-      for (int64_t j = 0; j < padded(n); ++j)
-        to[p * to_stride + j] =
-            p < k && j < n ? operand_of(from[j * row_stride + p]) : Operand<T>{};
-  }
+  if constexpr (!kPaired<T>) transpose_widened(to, to_stride, from, row_stride, n, k);
 }
 
 // ---- multiplying -----------------------------------------------------------------------
