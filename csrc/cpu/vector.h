@@ -86,15 +86,38 @@ ML_INLINE A largest(Vector<A> v) {
   return lanes[0];
 }
 
+// 16 bits to 32 and back (values below 2^16). The compiler's own conversions of whole vectors go
+// through their halves.
+#if defined(__AVX512F__)
+ML_INLINE Words to_words(Halves bits) {
+  return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(bits)));
+}
+ML_INLINE Halves to_halves(Words words) {
+  return reinterpret_cast<Halves>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words)));
+}
+#elif defined(__AVX2__)
+ML_INLINE Words to_words(Halves bits) {
+  return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(bits)));
+}
+ML_INLINE Halves to_halves(Words words) {
+  const __m256i lanes = reinterpret_cast<__m256i>(words);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lanes, lanes), 0x08);
+  return reinterpret_cast<Halves>(_mm256_castsi256_si128(packed));
+}
+#else
+ML_INLINE Words to_words(Halves bits) { return __builtin_convertvector(bits, Words); }
+ML_INLINE Halves to_halves(Words words) { return __builtin_convertvector(words, Halves); }
+#endif
+
 ML_INLINE Vector<float> widen(Halves bits) {
-  return reinterpret_cast<Vector<float>>(__builtin_convertvector(bits, Words) << 16);
+  return reinterpret_cast<Vector<float>>(to_words(bits) << 16);
 }
 // Round to nearest even; the carry of the addition may run into the exponent, as it should.
 ML_INLINE Halves narrow(Vector<float> value) {
   const Words bits = reinterpret_cast<Words>(value);
   const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const Words quiet = (bits >> 16) | 0x40u;
-  return __builtin_convertvector(value == value ? rounded : quiet, Halves);
+  return to_halves(value == value ? rounded : quiet);
 }
 
 #if defined(__AVX512F__)
