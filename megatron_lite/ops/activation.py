@@ -1,16 +1,21 @@
 """MLP activations, gated and plain; each saves its input only.
 
-Bound by memory: gated forward reads 2 t*f and writes t*f elements; backward reads 3 t*f and
-writes 2 t*f (half of that for plain ones).
+Gated: activation(gate) * up; with a `limit` the gate is clamped from above and up on both
+sides first, so that no product runs away (published models clamp SwiGLU at 7). Bound by
+memory: gated forward reads 2 t*f and writes t*f elements; backward reads 3 t*f and writes
+2 t*f (half of that for plain ones). The native operation computes in fp32 and rounds once.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from megatron_lite.ops.registration import define_operation
 
 aten = torch.ops.aten
 
@@ -37,47 +42,84 @@ def _gradient(kind: str, grad: Tensor, x: Tensor) -> Tensor:
     return grad * 2 * functional.relu(x)
 
 
-class _Plain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.kind = kind
+def _bounded(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    if limit == math.inf:
+        return gate, up
+    return gate.clamp(max=limit), up.clamp(-limit, limit)
+
+
+def _forward_reference(x: Tensor, kind: str, gated: bool, limit: float) -> Tensor:
+    if not gated:
         return _value(kind, x)
+    gate, up = _bounded(*x.chunk(2, dim=-1), limit)
+    return _value(kind, gate) * up
 
+
+def _backward_reference(grad: Tensor, x: Tensor, kind: str, gated: bool, limit: float) -> Tensor:
+    if not gated:
+        return _gradient(kind, grad, x)
+    gate, up = x.chunk(2, dim=-1)
+    low_gate, low_up = _bounded(gate, up, limit)
+    out = x.new_empty(x.shape)
+    grad_gate, grad_up = out.chunk(2, dim=-1)
+    grad_gate.copy_(_gradient(kind, grad * low_up, low_gate))
+    grad_up.copy_(grad * _value(kind, low_gate))
+    if limit != math.inf:
+        grad_gate.masked_fill_(gate > limit, 0)
+        grad_up.masked_fill_(up.abs() > limit, 0)
+    return out
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.kind, ctx.gated, ctx.limit = inputs
+    ctx.save_for_backward(x)
+
+
+def _backward_rule(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (x,) = ctx.saved_tensors
+    return activation_backward(grad, x, ctx.kind, ctx.gated, ctx.limit), None, None, None
+
+
+activation_backward = define_operation(
+    "activation_backward(Tensor grad, Tensor x, str kind, bool gated, float limit) -> Tensor",
+    _backward_reference,
+)
+activation_forward = define_operation(
+    "activation_forward(Tensor x, str kind, bool gated, float limit) -> Tensor",
+    _forward_reference,
+    backward=_backward_rule,
+    setup_context=_keep_for_backward,
+)
+
+
+class _Activation(torch.autograd.Function):
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        return _gradient(ctx.kind, grads[0], x), None
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str, gated: bool, limit: float, native: bool) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.kind = kind
-        gate, up = x.chunk(2, dim=-1)
-        return _value(kind, gate) * up
+        ctx.arguments, ctx.native = (kind, gated, limit), native
+        run = activation_forward if native else _forward_reference
+        return run(x, kind, gated, limit)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        out = torch.empty_like(x)
-        grad_gate, grad_up = out.chunk(2, dim=-1)
-        grad_gate.copy_(_gradient(ctx.kind, grads[0] * up, gate))
-        torch.mul(grads[0], _value(ctx.kind, gate), out=grad_up)
-        return out, None
+        run = activation_backward if ctx.native else _backward_reference
+        return run(grads[0], x, *ctx.arguments), None, None, None, None
 
 
-def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
+def activate(
+    x: Tensor, kind: str, gated: bool, native: bool = False, limit: float = math.inf
+) -> Tensor:
     """Apply the MLP's activation.
 
     Args:
         x: [..., 2f] with gate before up when `gated`, else [..., f].
         kind: "gelu", "gelu_tanh", "silu" or "squared_relu".
         gated: activation(gate) * up.
+        native: use the native operation.
+        limit: gated only: activation(min(gate, limit)) * clamp(up, -limit, limit).
 
     Returns:
         [..., f], same dtype.
     """
-    return (_Gated if gated else _Plain).apply(x, kind)  # type: ignore[no-any-return]
+    return _Activation.apply(x, kind, gated, limit, native)  # type: ignore[no-any-return]

@@ -1,0 +1,172 @@
+"""The activations' operation: native equals fp64 reference, gradients, rules, odd inputs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.native.load import Native
+from megatron_lite.ops.activation import (
+    _backward_reference,
+    _forward_reference,
+    activate,
+    activation_backward,
+    activation_forward,
+)
+
+# Largest error against fp64, relative to 1 + |exact|, per dtype.
+BOUNDS = {
+    torch.float64: 1e-13,  # torch's own tanh form cancels
+    torch.float32: 1e-6,
+    torch.bfloat16: 4.1e-3,
+    torch.float16: 6e-4,
+}
+TAIL_BOUND = 2e-6  # relative, where gelu's lower tail would cancel, per unit of |x|
+KINDS = ("gelu", "gelu_tanh", "silu", "squared_relu")
+SHAPES = [(1, 1), (3, 7), (5, 64), (2, 3, 129), (0, 16), (3, 0), (70, 384)]
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0, spread: float = 2.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, dtype=torch.float64, generator=generator) * spread).to(dtype)
+
+
+def assert_near(got: Tensor, exact: Tensor, bound: float) -> None:
+    assert got.shape == exact.shape and got.is_contiguous()
+    assert ((got.double() - exact).abs() <= bound * (1 + exact.abs())).all()
+
+
+def check(x: Tensor, grad: Tensor, kind: str, gated: bool, limit: float = math.inf) -> None:
+    bound = BOUNDS[x.dtype]
+    exact = _forward_reference(x.double(), kind, gated, limit)
+    assert_near(activation_forward(x, kind, gated, limit), exact, bound)
+    exact = _backward_reference(grad.double(), x.double(), kind, gated, limit)
+    assert_near(activation_backward(grad, x, kind, gated, limit), exact, 2 * bound)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_native_activations_match_float64(
+    native: Native, gated: bool, kind: str, dtype: torch.dtype
+) -> None:
+    for *rows, f in SHAPES:
+        x = drawn(*rows, 2 * f if gated else f, dtype=dtype, seed=1)
+        check(x, drawn(*rows, f, dtype=dtype, seed=2), kind, gated)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_limit_clamps_gate_and_up_and_stops_their_gradients(
+    native: Native, kind: str, dtype: torch.dtype
+) -> None:
+    x, grad = drawn(5, 154, dtype=dtype, seed=3, spread=6), drawn(5, 77, dtype=dtype, seed=4)
+    x[0, :4], x[0, 77:81] = 7.0, -7.0  # on the limit the gradient passes
+    check(x, grad, kind, True, 7.0)
+    gate, up = x.double().chunk(2, dim=-1)
+    grad_gate, grad_up = activation_backward(grad, x, kind, True, 7.0).chunk(2, dim=-1)
+    assert (gate > 7).any() and (up.abs() > 7).any()
+    assert (grad_gate[gate > 7] == 0).all() and (grad_up[up.abs() > 7] == 0).all()
+    assert (grad_up[0, :4] != 0).all() and (grad_gate[0, :4] != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_level_agrees_with_the_reference(level: str, kind: str, dtype: torch.dtype) -> None:
+    for gated in (False, True):
+        x = drawn(4, 262 if gated else 131, dtype=dtype, seed=5)
+        check(x, drawn(4, 131, dtype=dtype, seed=6), kind, gated, 2.5 if gated else math.inf)
+
+
+def test_lower_tails_keep_their_digits_at_every_level(level: str) -> None:
+    x = torch.linspace(-12.5, 0, 4099)
+    for kind, bound in (("gelu", TAIL_BOUND), ("silu", TAIL_BOUND)):
+        exact = x.double() * (
+            0.5 * torch.special.erfc(-x.double() / math.sqrt(2))
+            if kind == "gelu"
+            else torch.sigmoid(x.double())
+        )
+        error = (activation_forward(x, kind, False, math.inf).double() - exact).abs()
+        assert (error <= bound * exact.abs()).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_far_values_stay_finite_and_nan_stays_nan(level: str, kind: str) -> None:
+    x = torch.tensor([-3e38, -1e4, -88.8, -30, 0, 30, 88.8, 1e4, math.nan])
+    out = activation_forward(x, kind, False, math.inf)
+    grad_x = activation_backward(torch.ones(9), x, kind, False, math.inf)
+    exact = _forward_reference(x.double(), kind, False, math.inf)[:-1]
+    slope = _backward_reference(torch.ones(9).double(), x.double(), kind, False, math.inf)[:-1]
+    assert out[-1].isnan() and grad_x[-1].isnan()
+    torch.testing.assert_close(out[:-1].double(), exact, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(grad_x[:-1].double(), slope, rtol=1e-5, atol=1e-9)
+    gated = activation_forward(torch.full((1, 2), math.nan), kind, True, 7.0)
+    assert gated.isnan().all()
+
+
+def test_results_do_not_depend_on_threads(native: Native) -> None:
+    x, grad = drawn(301, 192, dtype=torch.float32), drawn(301, 96, dtype=torch.float32, seed=1)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(activation_forward(x, "silu", True, math.inf))
+            results.append(activation_backward(grad, x, "silu", True, math.inf))
+    finally:
+        torch.set_num_threads(before)
+    for i in (2, 4):
+        assert torch.equal(results[0], results[i]) and torch.equal(results[1], results[i + 1])
+
+
+def test_strided_and_misaligned_rows_are_read_where_they_lie(native: Native) -> None:
+    packed = drawn(4 * 3 * 40 + 1, dtype=torch.bfloat16)[1:].view(4, 3, 40)
+    views = [packed[..., 5:13], packed.transpose(0, 1)[..., 5:13], packed[:, 1:2, 7:15]]
+    views.append(drawn(8, dtype=torch.bfloat16).expand(5, 8))
+    for view in views:
+        dense = view.contiguous()
+        for gated in (False, True):
+            got = activation_forward(view, "silu", gated, math.inf)
+            assert torch.equal(got, activation_forward(dense, "silu", gated, math.inf))
+            grad = got.unsqueeze(-1).expand(*got.shape, 2).flatten(-2)[..., ::2]
+            got = activation_backward(grad, view, "silu", gated, math.inf)
+            dense_grad = grad.contiguous()
+            assert torch.equal(
+                got, activation_backward(dense_grad, dense, "silu", gated, math.inf)
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limit", [None, math.inf, 1.5], ids=["plain", "gated", "clamped"])
+def test_autograd_and_fake_rules(native: Native, kind: str, limit: float | None) -> None:
+    gated, bound = limit is not None, math.inf if limit is None else limit
+    x = drawn(2, 3, 6, dtype=torch.float64).requires_grad_()
+    torch.library.opcheck(activation_forward, (x, kind, gated, bound))
+    grad = drawn(2, 3, 3 if gated else 6, dtype=torch.float64)
+    torch.library.opcheck(activation_backward, (grad, x.detach(), kind, gated, bound))
+    assert torch.autograd.gradcheck(lambda x: activation_forward(x, kind, gated, bound), x)
+    assert torch.autograd.gradcheck(lambda x: activate(x, kind, gated, True, bound), x)
+    assert torch.autograd.gradcheck(lambda x: activate(x, kind, gated, False, bound), x)
+
+
+def test_bad_input_is_refused_with_its_name(native: Native) -> None:
+    x = torch.zeros(2, 4)
+    with pytest.raises(RuntimeError, match="activation 'relu': legal are gelu"):
+        activation_forward(x, "relu", False, math.inf)
+    with pytest.raises(ValueError, match="activation 'relu': legal are gelu"):
+        activate(x, "relu", False)
+    with pytest.raises(RuntimeError, match="even last dim, not 3"):
+        activation_forward(torch.zeros(2, 3), "silu", True, math.inf)
+    with pytest.raises(RuntimeError, match="limit: must be positive, not 0"):
+        activation_forward(x, "silu", True, 0.0)
+    with pytest.raises(RuntimeError, match="limit: only gated"):
+        activation_forward(x, "silu", False, 7.0)
+    with pytest.raises(RuntimeError, match="x: dtype must be"):
+        activation_forward(x.int(), "silu", False, math.inf)
+    with pytest.raises(RuntimeError, match="grad: shape differs"):
+        activation_backward(x, x, "silu", True, math.inf)
+    with pytest.raises(RuntimeError, match="grad: dtype differs"):
+        activation_backward(x[:, :2].double(), x, "silu", True, math.inf)
