@@ -3,6 +3,8 @@
 // float: polynomials, within 3 units in the last place;
 //        exp(-inf) = 0, exp of more than 88.7 = inf, NaN stays NaN, results below the least
 //        normal number are 0.
+//        exp_falling: for softmax, x <= 0; half the instructions, relative error below
+//        2e-7 + 1e-7 |x|; below -87 it is 0.
 // double: lane by lane through the C library; there for proofs, not for speed. root_of is
 //        correctly rounded in both.
 #pragma once
@@ -51,10 +53,28 @@ ML_INLINE Vector<float> exp_of(Vector<float> x) {
   return exp_of_sum(x, -Vector<float>{});  // -0 adds nothing and is left out
 }
 
+// Rounding x / ln 2 by adding 1.5 * 2^23 leaves the exponent in the low bits, ready to be shifted.
+ML_INLINE Vector<float> exp_falling(Vector<float> x) {
+  const float magic = 12582912.0f;
+  const Vector<float> shifted = x * 1.4426950408889634f + magic;
+  const Vector<float> r = x * 1.4426950408889634f - (shifted - magic);
+  // 2^r on [-1/2, 1/2], fitted to 9e-8 with 1 at 0.
+  Vector<float> p = splat(1.3264702e-3f);
+  p = p * r + 9.671505e-3f;
+  p = p * r + 5.5507336e-2f;
+  p = p * r + 2.4022242e-1f;
+  p = p * r + 6.9314698e-1f;
+  p = p * r + 1.0f;
+  const Words power = (reinterpret_cast<Words>(shifted) << 23) + 0x3f800000u;
+  const Vector<float> value = p * reinterpret_cast<Vector<float>>(power);
+  return x < -87.0f ? splat(0.0f) : value;
+}
+
 ML_INLINE Vector<double> exp_of(Vector<double> x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
   return x;
 }
+ML_INLINE Vector<double> exp_falling(Vector<double> x) { return exp_of(x); }
 
 // Of the standard normal distribution at x: the share below, (1 + erf(x / sqrt 2)) / 2, and the
 // density. The lower tail does not cancel.
