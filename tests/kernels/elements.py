@@ -7,12 +7,8 @@ result to its type, the second the fp32 arithmetic before it; each test states i
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from functools import cache
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -30,7 +26,6 @@ DTYPES: dict[str, tuple[int, Any]] = {
 HALF_ULP = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 SMALLEST = {"fp32": 0.0, "bf16": 0.0, "fp16": 2.0**-25}  # half the step of its subnormals
 ORDERS = ("fwd", "rev", "rand:7")
-ARCHITECTURES = ("sm_80", "sm_90")
 
 
 def code(dtype: str) -> int:
@@ -75,23 +70,3 @@ def check(got: Array, want: Array, dtype: str, slack: float, scale: Any = 1.0) -
     bound = HALF_ULP[dtype] * np.abs(want) + slack * scale + SMALLEST[dtype]
     excess = np.max(error / np.maximum(bound, 1e-300), initial=0.0)
     assert (error <= bound).all(), f"{dtype}: {excess:.3g} x bound"
-
-
-def resources(source: str) -> dict[str, dict[str, dict[str, int]]]:
-    """Registers and spills per kernel for each architecture that the project names."""
-    reason = build.why_not_nvcc()
-    if reason is not None:
-        pytest.skip(reason)
-    headers = sorted(build.CSRC.glob("**/*.cuh"))
-    inputs = [build.CSRC / "device.h", build.CSRC / source, *headers]
-    digest = hashlib.sha256(str(build.nvcc()).encode())
-    for path in inputs:
-        digest.update(path.read_bytes())
-    report = build.ROOT / "build" / "resources" / f"{Path(source).stem}-{digest.hexdigest()}.json"
-    if not report.is_file():  # as objects of the simulation are kept while their inputs stay
-        found = {arch: build.compile_for_gpu(f"csrc/{source}", arch) for arch in ARCHITECTURES}
-        report.parent.mkdir(parents=True, exist_ok=True)
-        made = report.with_suffix(f".{os.getpid()}")
-        made.write_text(json.dumps(found))
-        made.replace(report)
-    return cast("dict[str, dict[str, dict[str, int]]]", json.loads(report.read_text()))

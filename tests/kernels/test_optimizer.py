@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.elements import DTYPES, ORDERS, Array, code, load, put, resources, wide
+from tests.kernels.elements import DTYPES, ORDERS, Array, code, load, put, wide
 from tests.sim import build
 
 SOURCES = tuple(f"optimizer/{name}.cu" for name in ("adamw", "sgd", "squared_norm"))
@@ -257,11 +257,3 @@ def test_elements_beyond_2_to_the_31_are_updated(kernels: build.Kernels) -> None
                      F64(0.1), F64(0.9), F64(0.95), F64(1e-8), F64(0.0), 1)  # fmt: skip
     np.testing.assert_allclose(weight[-4:], 1.9, rtol=1e-6)
     np.testing.assert_allclose(first[-4:], 0.1, rtol=1e-6)
-
-
-def test_register_budget() -> None:
-    for source in SOURCES:
-        for kernels in resources(source).values():
-            for name, used in kernels.items():
-                assert used["spill_bytes"] == used["stack_bytes"] == 0, name
-                assert used["registers"] <= 48, name

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.elements import DTYPES, ORDERS, Array, check, code, load, put, resources, wide
+from tests.kernels.elements import DTYPES, ORDERS, Array, check, code, load, put, wide
 from tests.sim import build
 
 SOURCE = "rotary/rotary.cu"
@@ -176,10 +176,3 @@ def test_rows_beyond_2_to_the_31_elements(kernels: build.Kernels) -> None:
     kernels.call("launch_rotary", 1, memory, stride, 16, 16, case.cosine, case.sine, memory,
                  stride, 16, 16, 2, 1, 1, 16, 16, 0, 0)  # fmt: skip
     np.testing.assert_array_equal(memory[stride:], case.out[1, 0, 0])
-
-
-def test_register_budget() -> None:
-    for kernels in resources(SOURCE).values():
-        for name, used in kernels.items():
-            assert used["spill_bytes"] == used["stack_bytes"] == 0, name
-            assert used["registers"] <= 64, name

@@ -14,7 +14,6 @@ import json
 import math
 import mmap
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -104,13 +103,9 @@ def why_not() -> str | None:
     return None
 
 
-def why_not_nvcc() -> str | None:
-    """The reason why nvcc checks cannot run here, for a skip; None if they can."""
-    return "no nvcc on this machine" if nvcc() is None else None
-
-
 # ---- compiling -----------------------------------------------------------------------------
-def _digest(parts: Sequence[str], files: Sequence[Path]) -> str:
+def digest_of(parts: Sequence[str], files: Sequence[Path]) -> str:
+    """A short hash of words and of files' contents: the name of what is made from them."""
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in files:
         digest.update(path.read_bytes() if path.is_file() else b"absent")
@@ -129,12 +124,12 @@ def _run(command: Sequence[str]) -> None:
 
 def _object(source: Path, flags: tuple[str, ...]) -> Path:
     """Compile one file, or find what it was compiled to: its name has the hash of its inputs."""
-    name = f"{source.stem}-{_digest((str(source), compiler() or '', *flags), ())}"
+    name = f"{source.stem}-{digest_of((str(source), compiler() or '', *flags), ())}"
     listing = CACHE / f"{name}.json"
-    with _locked(listing):
+    with locked(listing):
         if listing.is_file():
             inputs = [Path(path) for path in json.loads(listing.read_text())]
-            ready = CACHE / f"{name}-{_digest((), inputs)}.o"
+            ready = CACHE / f"{name}-{digest_of((), inputs)}.o"
             if ready.is_file():
                 return ready
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
@@ -143,15 +138,16 @@ def _object(source: Path, flags: tuple[str, ...]) -> Path:
             _run([*command, "-c", str(source), "-o", str(made)])
             words = deps.read_text().replace("\\\n", " ").split(":", 1)[1].split()
             inputs = [Path(word).resolve() for word in words]
-            ready = CACHE / f"{name}-{_digest((), inputs)}.o"
+            ready = CACHE / f"{name}-{digest_of((), inputs)}.o"
             made.replace(ready)
             listing.write_text(json.dumps([str(path) for path in inputs]))
         return ready
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    CACHE.mkdir(parents=True, exist_ok=True)
+def locked(path: Path) -> Iterator[None]:
+    """Let one process at a time make the file at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with (path.with_suffix(".lock")).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -179,8 +175,8 @@ def build(
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(lambda task: _object(*task), tasks))
     stem = "_".join(path.stem for path in paths)[:60]
-    library = CACHE / f"{stem}-{mode}-{_digest([path.name for path in objects], ())}.so"
-    with _locked(library):
+    library = CACHE / f"{stem}-{mode}-{digest_of([path.name for path in objects], ())}.so"
+    with locked(library):
         if not library.is_file():
             made = library.with_suffix(".new")
             sanitizer = [flag for flag in MODES[mode] if flag.startswith("-fsanitize")]
@@ -344,38 +340,3 @@ def _captured(command: Sequence[str], variables: dict[str, str], timeout: float)
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return done.returncode, done.stdout
-
-
-# ---- nvcc ----------------------------------------------------------------------------------
-def compile_for_gpu(source: Path | str, arch: str) -> dict[str, dict[str, int]]:
-    """Compile with nvcc for one architecture ("sm_90"): registers and spills per kernel.
-
-    Returns:
-        mangled kernel name -> {"registers", "spill_bytes", "stack_bytes", "shared_bytes"}
-    """
-    path = ROOT / source
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [str(nvcc()), "-std=c++17", "-O3", "-cubin", f"-arch={arch}", f"-I{CSRC}"]
-        command += ["-Xptxas=-v", "-x", "cu", str(path), "-o", f"{scratch}/out.cubin"]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-8000:]}")
-    return parse_resources(done.stderr)
-
-
-def parse_resources(report: str) -> dict[str, dict[str, int]]:
-    """Read the verbose report of ptxas."""
-    kernels: dict[str, dict[str, int]] = {}
-    for part in re.split(r"Compiling entry function '", report)[1:]:
-
-        def number(pattern: str, text: str = part) -> int:
-            match = re.search(pattern, text)
-            return int(match.group(1)) if match else 0
-
-        kernels[part.split("'", 1)[0]] = {
-            "registers": number(r"Used (\d+) registers"),
-            "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-            "stack_bytes": number(r"(\d+) bytes stack frame"),
-            "shared_bytes": number(r"(\d+) bytes smem"),
-        }
-    return kernels

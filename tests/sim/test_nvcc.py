@@ -2,17 +2,15 @@
 
 import pytest
 
-from tests.sim import build
+from tests.sim import build, nvcc
 from tests.sim.conftest import SOURCES
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", nvcc.ARCHITECTURES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_test_kernels_compile_for_gpus(source: str, arch: str) -> None:
-    reason = build.why_not_nvcc()
-    if reason is not None:
-        pytest.skip(reason)
-    kernels = build.compile_for_gpu(source, arch)
+    nvcc.need_nvcc()
+    kernels = nvcc.resources(nvcc.compile_for_gpu(source, arch))
     expected = (build.ROOT / source).read_text().count("__global__ void")
     assert len(kernels) >= expected
     for name, resources in kernels.items():
@@ -28,4 +26,4 @@ def test_resource_report_is_read() -> None:
         "ptxas info    : Used 40 registers, used 1 barriers, 4224 bytes smem\n"
     )
     want = {"registers": 40, "spill_bytes": 12, "stack_bytes": 16, "shared_bytes": 4224}
-    assert build.parse_resources(text) == {"_Z4copyPf": want}
+    assert nvcc.parse_resources(text) == {"_Z4copyPf": want}
