@@ -1,12 +1,18 @@
-"""Install megatron_lite with its native helpers; works without CUDA and without a compiler.
+"""Install megatron_lite with its native code; works without CUDA and without a compiler.
 
 Native code is optional by construction: every native operation has a Python twin that
 is its oracle, so a failed build warns and the installation goes on. Set
 MLITE_REQUIRE_NATIVE=1 (continuous integration does) to make a failed build an error.
+
+The operations' library is built by megatron_lite/native/, from the same list of sources as at
+first use: with the CUDA kernels where nvcc and a device are found (MLITE_CUDA=1 or 0 decides
+otherwise, MLITE_CUDA_ARCHITECTURES="80;90" names the targets), never needing nvcc without.
 """
 
+import importlib.util
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -65,9 +71,25 @@ def cpu_extensions() -> list[Extension]:
     ]
 
 
-def cuda_extensions() -> list[Extension]:
-    """The place for CUDA kernels: built only where nvcc and a CUDA torch are found. None yet."""
-    return []
+def build_operations(destination: Path | None) -> None:
+    """Build the library of native operations; copy it into a package that is not a checkout."""
+    if importlib.util.find_spec("torch") is None:
+        tell_skipped("torch is not installed yet: operations are built at first use instead")
+        return
+    sys.path.insert(0, str(ROOT))
+    from megatron_lite.native import build
+
+    cuda = build.wants_cuda()
+    try:
+        library = build.build_library(ROOT, cuda)
+    except build.BuildError as error:
+        tell_skipped(str(error))
+        return
+    if destination is not None:
+        destination.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(library, destination / build.LIBRARY)
+        if cuda:
+            (destination / build.CUDA_MARK).touch()
 
 
 def native_required() -> bool:
@@ -89,6 +111,9 @@ class OptionalBuild(build_ext):
             super().run()
         except Exception as error:  # a missing compiler shows in as many types as toolchains
             tell_skipped(str(error))
+        editable = self.inplace or self.editable_mode
+        package = Path(self.build_lib) / "megatron_lite" / "native"
+        build_operations(None if editable else package)
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -113,9 +138,16 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megatron_lite", "megatron_lite.*"]),
     package_data={"megatron_lite": ["**/*.tsv", "**/*.json", "py.typed"]},
-    install_requires=[TORCH, "numpy>=1.26", "safetensors>=0.4", "sentencepiece>=0.2", "pyyaml>=6"],
+    install_requires=[
+        TORCH,
+        "numpy>=1.26",
+        "ninja>=1.11",
+        "safetensors>=0.4",
+        "sentencepiece>=0.2",
+        "pyyaml>=6",
+    ],
     extras_require={"train": TRAIN, "convert": CONVERT, "dev": DEV},
-    ext_modules=cpu_extensions() + cuda_extensions(),
+    ext_modules=cpu_extensions(),
     cmdclass={"build_ext": OptionalBuild},
     zip_safe=False,
 )

@@ -80,7 +80,7 @@ logged() {
 
 install_packages() {
     local pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input)
-    logged "${pip[@]}" install "setuptools>=70" wheel "pybind11>=2.12"
+    logged "${pip[@]}" install "setuptools>=70" wheel "pybind11>=2.12" "ninja>=1.11"
     if ! "$venv/bin/python" - <<'PY'
 import importlib.metadata as metadata
 try:
@@ -108,7 +108,7 @@ check_foreign() {
     usable_python "$venv/bin/python" || fail "MLITE_VENV=$venv: Python 3.11 or 3.12 is needed"
     "$venv/bin/python" - "$extras" <<'PY' || exit 2
 import importlib.util, sys
-needed = ["torch", "numpy", "safetensors", "sentencepiece", "yaml"]
+needed = ["torch", "numpy", "ninja", "safetensors", "sentencepiece", "yaml"]
 if "dev" in sys.argv[1]:
     needed += ["pytest", "xdist", "pytest_timeout", "hypothesis", "mypy", "importlinter"]
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -119,7 +119,7 @@ if missing:
 PY
 }
 
-native_inputs=(setup.py)
+native_inputs=(setup.py megatron_lite/native/sources.py megatron_lite/native/build.py)
 if [ -d csrc ]; then native_inputs+=(csrc); fi
 
 # Naming the checkout's own .venv is no different from naming none.

@@ -115,7 +115,7 @@ inline void run_rows(int64_t rows, int64_t cost, const Body& body) {
 #ifdef ML_WITH_CUDA
 inline void* stream_of(const Tensor& x) {
   void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
   return stream;
 }
 inline void check_launch(int error, const char* name) {

@@ -532,6 +532,11 @@ class OwnConfig:
         "Schedule by name or file:PATH; unset: interleaved with virtual stages, else 1f1b.",
     )
     loss_chunks: int = flag(8, "Pieces in which the cross-entropy is computed.", unit="chunks")
+    native_ops: str = flag(
+        "on",
+        "Operations in C++ and CUDA, or their references in plain torch.",
+        choices=("on", "off"),
+    )
     require_native: bool = flag(False, "Fail instead of warning without the native helpers.")
     debug_dump: str | None = flag(None, "Directory for each step's logical gradients.")
     debug_dump_weights: bool = flag(False, "Add the updated weights to --debug-dump.")

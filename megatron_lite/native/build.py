@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron_lite.native import sources
 
 LIBRARY = "mlite_ops.so"
+CUDA_MARK = "with_cuda"  # lies beside a library that was installed with CUDA kernels
 
 
 class BuildError(Exception):
@@ -40,6 +41,15 @@ def find_nvcc() -> str | None:
     """nvcc of $CUDA_HOME, of PATH or of the usual place."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
+
+
+def cuda_architectures() -> tuple[str, ...]:
+    """What this machine's nvcc builds for: the switch, else the default list as far as it knows."""
+    nvcc, known = find_nvcc(), []
+    if nvcc is not None:
+        listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
+        known = [word.removeprefix("compute_") for word in listed.split()]
+    return sources.cuda_architectures(os.environ, known)
 
 
 def wants_cuda() -> bool:
@@ -92,7 +102,7 @@ def _ninja_file(root: Path, compiler: str, cuda: bool) -> str:
         extra = f" {includes} {abi}" if unit.torch else ""
         lines.append(f"  flags = {' '.join(unit.flags)}{extra}")
         objects.append(unit.object)
-    for unit in sources.cuda_units(root, sources.cuda_architectures()) if cuda else []:
+    for unit in sources.cuda_units(root, cuda_architectures()) if cuda else []:
         lines.append(f"build {unit.object}: nvcc {_quote(str(root / unit.source))}")
         lines.append(f"  flags = {' '.join(unit.flags)}")
         objects.append(unit.object)
@@ -158,7 +168,7 @@ def build_library(root: Path, cuda: bool) -> Path:
             sources, earlier).
     """
     compiler = find_compiler()
-    architectures = sources.cuda_architectures() if cuda else ()
+    architectures = cuda_architectures() if cuda else ()
     key = sources.fingerprint(root, compiler, _toolchain(cuda), *architectures)
     directory = build_directory(root, cuda)
     library, stamp, failure = (directory / n for n in (LIBRARY, f"{LIBRARY}.key", "failed"))

@@ -3,14 +3,13 @@
 Loading only adds implementations: operations, their reference in plain torch and their rules
 for autograd and fake tensors are registered by `megatron_lite/ops/` and exist without it. So
 a machine without a compiler trains with the references, after one warning;
-MLITE_REQUIRE_NATIVE=1 makes that an error.
+MLITE_REQUIRE_NATIVE=1 (or `--require-native`) makes that an error.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def _find() -> Native:
     if root is None:
         library = Path(__file__).parent / build.LIBRARY
         if library.is_file():
-            return Native(library, (library.parent / "with_cuda").is_file())
+            return Native(library, (library.parent / build.CUDA_MARK).is_file())
         return Native(None, reason="the package was installed without native library and sources")
     cuda = build.wants_cuda()
     try:
@@ -57,21 +56,34 @@ def _find() -> Native:
 
 @functools.cache
 def load_native() -> Native:
-    """Load the native library once per process.
+    """Load the native library once per process; says why where there is none."""
+    native = _find()
+    if native.library is None:
+        return native
+    try:
+        torch.ops.load_library(str(native.library))
+    except OSError as error:
+        return Native(None, reason=f"{native.library}: {error}")
+    return native
+
+
+def require_native(native: Native, device: torch.device | str, wanted_by_user: bool) -> str:
+    """Refuse or tell that the references run where native operations are missing.
+
+    Args:
+        native: what was loaded.
+        device: where operations will run.
+        wanted_by_user: `--require-native`; the environment's MLITE_REQUIRE_NATIVE counts too.
+
+    Returns:
+        The one warning to print, "" where nothing is missing.
 
     Raises:
-        UserError: there is none and MLITE_REQUIRE_NATIVE is set.
+        UserError: they are required.
     """
-    native = _find()
-    if native.library is not None:
-        try:
-            torch.ops.load_library(str(native.library))
-            return native
-        except OSError as error:
-            native = Native(None, reason=f"{native.library}: {error}")
-    if os.environ.get("MLITE_REQUIRE_NATIVE", "0") not in ("", "0"):
-        raise UserError(f"native operations are required (MLITE_REQUIRE_NATIVE): {native.reason}")
-    warnings.warn(
-        f"native operations are not available, plain torch runs: {native.reason}", stacklevel=2
-    )
-    return native
+    if native.serves(device):
+        return ""
+    reason = native.reason or f"the library was built without kernels for {device}"
+    if wanted_by_user or os.environ.get("MLITE_REQUIRE_NATIVE", "0") not in ("", "0"):
+        raise UserError(f"native operations are required but missing: {reason}")
+    return f"native operations are not available, plain torch runs instead: {reason}"

@@ -9,14 +9,14 @@ standard library, so that setup.py can read it.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 # Minor release whose stable ABI is used; the library then loads in every later torch.
 TORCH_TARGET = (2, 11)
-DEFAULT_CUDA_ARCHITECTURES = ("80", "90")
+DEFAULT_CUDA_ARCHITECTURES = ("80", "90", "100")
 
 _LEVEL_FLAGS: dict[str, tuple[str, ...]] = {
     "base": (),
@@ -61,11 +61,19 @@ def source_root() -> Path | None:
     return root if (root / "csrc" / "cpu" / "isa.h").is_file() else None
 
 
-def cuda_architectures(environ: dict[str, str] | None = None) -> tuple[str, ...]:
-    """Compute capabilities to build for: MLITE_CUDA_ARCHITECTURES="80;90", else the default."""
-    text = (os.environ if environ is None else environ).get("MLITE_CUDA_ARCHITECTURES", "")
+def cuda_architectures(environ: Mapping[str, str], known: Collection[str]) -> tuple[str, ...]:
+    """Compute capabilities to build for.
+
+    Args:
+        environ: MLITE_CUDA_ARCHITECTURES="80;90" decides.
+        known: what the compiler can build, e.g. {"80", "90", "100"}; empty: not asked.
+
+    Returns:
+        Without the switch, those of the default list that the compiler knows.
+    """
+    text = environ.get("MLITE_CUDA_ARCHITECTURES", "")
     wanted = tuple(part.strip().replace(".", "") for part in text.split(";") if part.strip())
-    return wanted or DEFAULT_CUDA_ARCHITECTURES
+    return wanted or tuple(a for a in DEFAULT_CUDA_ARCHITECTURES if not known or a in known)
 
 
 def _object_name(source: Path, level: str = "") -> str:
@@ -99,7 +107,12 @@ def host_units(root: Path, cuda: bool) -> list[Unit]:
         Unit(
             path.relative_to(root),
             _object_name(path.relative_to(root)),
-            ("-std=c++20", *_COMMON_FLAGS, target, *(("-DML_WITH_CUDA",) if cuda else ())),
+            (
+                "-std=c++20",
+                *_COMMON_FLAGS,
+                target,
+                *(("-DML_WITH_CUDA", "-DUSE_CUDA") if cuda else ()),
+            ),
             torch=True,
         )
         for path in sorted(faces)
@@ -122,8 +135,9 @@ def fingerprint(root: Path, *facts: str) -> str:
     """Hash of every file of csrc/, of this module and of further facts (compiler, torch)."""
     digest = hashlib.sha256()
     files = [path for path in root.glob("csrc/**/*") if path.is_file()]
-    for path in (*sorted(files), Path(__file__)):
+    for path in sorted(files):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    digest.update(Path(__file__).read_bytes())
     for fact in facts:
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()[:24]

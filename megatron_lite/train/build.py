@@ -36,6 +36,7 @@ from megatron_lite.mesh.launch import (
 from megatron_lite.mesh.recorder import Recorder
 from megatron_lite.model.gpt import GPTStage, StageOptions
 from megatron_lite.model.init import initial_value
+from megatron_lite.native.load import load_native, require_native
 from megatron_lite.optim.groups import param_group
 from megatron_lite.optim.optimizer import Optimizer, build_rule
 from megatron_lite.optim.schedule import build_schedule, samples_after
@@ -159,6 +160,11 @@ def build_core(
     specs = model_spec(plan.model, plan.parallel)
     stage = build_stage(config, plan, specs, groups, coordinates["dense"], device)
     buffers = build_buffers(config, plan, stage, coordinates)
+    native, warning = False, ""
+    if config.native_ops == "on":
+        loaded = load_native()
+        native = loaded.serves(device)
+        warning = require_native(loaded, device, config.require_native)
     # A run of no iterations only evaluates: its schedules are never asked.
     batch = dataclasses.replace(plan.batch, train_iters=max(plan.batch.train_iters, 1))
     return Core(
@@ -172,6 +178,8 @@ def build_core(
         gradients=MainGradients(buffers, groups, overlap=True),
         optimizer=Optimizer(buffers, build_rule(config), groups),
         rates=build_schedule(config, batch),
+        native=native,
+        native_warning=warning,
         facts={},
     )
 

@@ -84,4 +84,5 @@ def _context(
         loss_weights=microbatch.weights,
         denominators={LM: torch.ones((), dtype=torch.float64, device=parts.device)},
         wgrads=None,
+        native=parts.native,
     )

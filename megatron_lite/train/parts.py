@@ -41,6 +41,8 @@ class Core:
     """What computes: the model, its gradients, its optimizer, on this rank.
 
     Attributes:
+        native: operations run natively on this device.
+        native_warning: why not, where the user did not ask for that.
         facts: what a checkpoint must agree with on resume, JSON-able, by field name.
     """
 
@@ -54,6 +56,8 @@ class Core:
     gradients: MainGradients
     optimizer: Optimizer
     rates: RateSchedule
+    native: bool
+    native_warning: str
     facts: Mapping[str, Any]
 
     @property

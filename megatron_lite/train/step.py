@@ -135,6 +135,7 @@ class TrainStep:
             denominators=self.denominators,
             wgrads=WeightGradientStore(self.parts.gradients),
             keep_activations=self.parts.dump is not None and self.parts.dump.activations,
+            native=self.parts.native,
         )
         loss = self.parts.stage(microbatch.tokens, microbatch.labels, context)
         self.pending[action.microbatch] = loss

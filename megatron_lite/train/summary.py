@@ -40,7 +40,11 @@ def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
         rank_parameters=sorted({(row[0], row[1], row[2]) for row in ranks}),
         ledger=estimate_ledger(parts),
         data=describe_data(parts, tokenizer),
-        warnings=[*notices(parts.config, groups.world.size), *telemetry.warnings],
+        warnings=[
+            *notices(parts.config, groups.world.size),
+            *telemetry.warnings,
+            *([parts.native_warning] if parts.native_warning else []),
+        ],
         device=describe_device(parts),
         flops_convention=telemetry.options.flops_convention,
         peak=telemetry.peak,
