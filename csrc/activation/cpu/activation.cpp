@@ -30,21 +30,21 @@ ML_INLINE Point<A> activation(Vector<A> x) {
   } else if constexpr (kind == Activation::gelu_tanh) {
     constexpr A kScale = A(0.79788456080286535588), kCubic = A(0.044715);
     const A far = A(15);  // the tails are 0 beyond; keeps the cube finite
-    const Vector<A> c = x < -far ? splat(-far) : x > far ? splat(far) : x;
+    const Vector<A> c = minimum<A>(splat(far), maximum<A>(splat(-far), x));
     const Vector<A> twice = 2 * kScale * (c + kCubic * c * c * c);
-    const Vector<A> e = exp_of(twice < 0 ? twice : -twice);
+    const Vector<A> e = exp_negative(minus_magnitude_of(twice));
     // (1 + tanh u) / 2 = 1 / (1 + exp(-2u)), without cancellation in either tail.
-    const Vector<A> near = one / (one + e), tail = e * near;
-    const Vector<A> share = twice < 0 ? tail : near;
+    const Vector<A> near = reciprocal_of(one + e), tail = e * near;
+    const Vector<A> share = x < 0 ? tail : near;
     const Vector<A> steep = 2 * kScale * (one + 3 * kCubic * c * c);
     return {x * share, share + c * near * tail * steep};
   } else if constexpr (kind == Activation::silu) {
-    const Vector<A> e = exp_of(x < 0 ? x : -x);
-    const Vector<A> near = one / (one + e), tail = e * near;
+    const Vector<A> e = exp_negative(minus_magnitude_of(x));
+    const Vector<A> near = reciprocal_of(one + e), tail = e * near;
     const Vector<A> share = x < 0 ? tail : near, other = x < 0 ? near : tail;
     return {x * share, share * (one + x * other)};
   } else {
-    const Vector<A> positive = x < 0 ? Vector<A>{} : x;  // NaN stays
+    const Vector<A> positive = maximum<A>(Vector<A>{}, x);  // NaN stays
     return {positive * positive, 2 * positive};
   }
 }
@@ -61,8 +61,8 @@ void forward_rows(const ActivationForward& c, int64_t first, int64_t last) {
       Vector<A> gate = load_part(x + i, n);
       if constexpr (Gated) {
         Vector<A> up = load_part(x + f + i, n);
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : up < -limit ? -limit : up;
+        gate = minimum<A>(limit, gate);  // NaN stays
+        up = minimum<A>(limit, maximum<A>(-limit, up));
         store_part(out + i, activation<kind, A>(gate).value * up, n);
       } else {
         store_part(out + i, activation<kind, A>(gate).value, n);
@@ -84,11 +84,11 @@ void backward_rows(const ActivationBackward& c, int64_t first, int64_t last) {
       const Vector<A> gate = load_part(x + i, n), g = load_part(grad + i, n);
       if constexpr (Gated) {
         const Vector<A> up = load_part(x + f + i, n);
-        const Point<A> point = activation<kind, A>(gate > limit ? limit : gate);
-        const Vector<A> bounded = up > limit ? limit : up < -limit ? -limit : up;
+        const Point<A> point = activation<kind, A>(minimum<A>(limit, gate));
+        const Vector<A> bounded = minimum<A>(limit, maximum<A>(-limit, up));
         const Vector<A> grad_gate = g * bounded * point.slope, grad_up = g * point.value;
         store_part(grad_x + i, gate > limit ? zero : grad_gate, n);
-        store_part(grad_x + f + i, (up > limit) | (up < -limit) ? zero : grad_up, n);
+        store_part(grad_x + f + i, magnitude_of(up) > limit ? zero : grad_up, n);
       } else {
         store_part(grad_x + i, g * activation<kind, A>(gate).slope, n);
       }
