@@ -50,9 +50,9 @@ ML_INLINE Vector<float> exp_of(Vector<float> x) {
   return x == x ? low : x;
 }
 
-// Rounding x / ln 2 by adding 1.5 * 2^23 leaves the exponent in the low bits, ready to be shifted.
+// Rounding x / ln 2 by adding 1.5 * 2^23 + 127 leaves the biased exponent in the low bits.
 ML_INLINE Vector<float> exp_falling(Vector<float> x) {
-  const float magic = 12582912.0f;
+  const float magic = 12583039.0f;
   const Vector<float> shifted = x * 1.4426950408889634f + magic;
   const Vector<float> r = x * 1.4426950408889634f - (shifted - magic);
   // 2^r on [-1/2, 1/2], fitted to 9e-8 with 1 at 0.
@@ -62,7 +62,7 @@ ML_INLINE Vector<float> exp_falling(Vector<float> x) {
   p = p * r + 2.4022242e-1f;
   p = p * r + 6.9314698e-1f;
   p = p * r + 1.0f;
-  const Words power = (reinterpret_cast<Words>(shifted) << 23) + 0x3f800000u;
+  const Words power = reinterpret_cast<Words>(shifted) << 23;
   const Vector<float> value = p * reinterpret_cast<Vector<float>>(power);
   return x < -87.0f ? splat(0.0f) : value;
 }
@@ -86,7 +86,7 @@ ML_INLINE Vector<float> exp_negative(Vector<float> x, Vector<float> low) {
   p = p * r + 4.9999994e-1f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const Words power = (reinterpret_cast<Words>(shifted) << 23) + 0x3f800000u;
+  const Words power = reinterpret_cast<Words>(shifted) << 23;
   return x < -87.3f ? splat(0.0f) : p * reinterpret_cast<Vector<float>>(power);
 }
 ML_INLINE Vector<float> exp_negative(Vector<float> x) {
