@@ -2,7 +2,8 @@
 
 Decoupled decay w -= lr wd w, then Adam's update with bias correction and eps outside the
 root. torch's fused kernel makes one pass over memory: per element it reads weight,
-gradient and both moments and writes three of them, 28 bytes in fp32, which bounds it.
+gradient and both moments and writes three of them, 28 bytes in fp32, which bounds it. The
+native operation scales the gradient and rounds the weight in that same pass.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_lite.ops.optimizer import adamw_update
 
 
 @dataclass(frozen=True)
@@ -53,3 +56,36 @@ class AdamW:
             amsgrad=False,
             maximize=False,
         )
+
+    def update_native(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        copies: Sequence[Tensor | None],
+        step: int,
+        *,
+        clip: Tensor | None,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        """Update weights, moments and copies in place; see `UpdateRule.update_native`."""
+        segments = zip(
+            weights, gradients, state["exp_avg"], state["exp_avg_sq"], copies, strict=True
+        )
+        for weight, gradient, first, second, copy in segments:
+            adamw_update(
+                weight,
+                gradient,
+                first,
+                second,
+                copy,
+                clip,
+                None,
+                step,
+                lr,
+                self.beta1,
+                self.beta2,
+                self.eps,
+                weight_decay,
+            )

@@ -3,7 +3,8 @@
 Each logical element counts once: the ranges come from the spec's ownership
 (`shard.pieces.norm_ranges`), so neither replicas nor padding rows are in the sum. Squares
 are summed in the gradients' dtype inside blocks and in fp64 over blocks: an fp32 norm is
-then within 1e-7 of an fp64 one, at the speed of one pass over memory.
+then within 1e-7 of an fp64 one, at the speed of one pass over memory. The native operation
+forms and sums them in fp64.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatron_lite.ops.optimizer import squared_norm
 from megatron_lite.shard.flat import BufferKey
 from megatron_lite.shard.pieces import Range
 
@@ -23,7 +25,14 @@ _BLOCK = 1024  # elements; so few that their fp32 sum loses nothing that counts
 class SquaredNorm:
     """This rank's share of the squared global norm."""
 
-    def __init__(self, gradients: Mapping[BufferKey, Tensor], ranges: Sequence[Range]) -> None:
+    def __init__(
+        self,
+        gradients: Mapping[BufferKey, Tensor],
+        ranges: Sequence[Range],
+        native: bool = False,
+    ) -> None:
+        self._native = native
+        self._ranges = [gradients[key][start:stop] for key, start, stop in ranges]
         self._blocks: list[Tensor] = []
         for key, start, stop in ranges:
             whole = start + (stop - start) // _BLOCK * _BLOCK
@@ -38,12 +47,16 @@ class SquaredNorm:
         """Sum the squares.
 
         Returns:
-            Sum of squares, 0-dim fp64, and the number of blocks that hold a non-finite
-            element, 0-dim fp64; both partial over the world, on the gradients' device.
+            Sum of squares, 0-dim fp64, and a count, 0-dim fp64: of non-finite elements
+            (native) or of blocks that hold one; both partial over the world, on the
+            gradients' device.
         """
         if not self._blocks:
             zero = torch.zeros((), dtype=torch.float64, device=self._device)
             return zero, zero.clone()
+        if self._native:
+            squares, bad = torch.stack([squared_norm(part) for part in self._ranges]).sum(0)
+            return squares, bad
         squares = torch.cat([_block_squares(blocks) for blocks in self._blocks])
         return squares.sum(), (~squares.isfinite()).sum().to(torch.float64)
 

@@ -36,6 +36,7 @@ class _GroupTensors:
     weights: list[Tensor]
     gradients: list[Tensor]
     state: dict[str, list[Tensor]]
+    copies: list[Tensor | None]  # the parameters where masters are updated
 
 
 class Optimizer:
@@ -46,17 +47,21 @@ class Optimizer:
     constructor is the widened parameter, which has already lost bits.
     """
 
-    def __init__(self, buffers: FlatBuffers, rule: UpdateRule, groups: Groups) -> None:
+    def __init__(
+        self, buffers: FlatBuffers, rule: UpdateRule, groups: Groups, native: bool = False
+    ) -> None:
         """Allocate masters and state.
 
         Args:
             buffers: parameters and main gradients.
             rule: the update rule.
             groups: of this rank; the data groups share the norm's work.
+            native: update and sum by the native operations (none for fp64 on CUDA).
         """
         self.buffers = buffers
         self.rule = rule
         master = buffers.precision.master
+        self._native = native and not (buffers.device.type == "cuda" and master == "float64")
         self.masters: dict[BufferKey, Tensor] = {
             key: buffers.zeros(key, master).copy_(values)
             for key, values in buffers.values.items()
@@ -67,6 +72,7 @@ class Optimizer:
         }
         # Shared by all segments; fp32 on the weights' device is what the fused kernels read.
         self._step = torch.zeros((), dtype=torch.float32, device=buffers.device)
+        self._updates = 0
         self._groups = self._collect_groups()
         ranges = norm_ranges(
             buffers.pieces,
@@ -75,7 +81,7 @@ class Optimizer:
                 "expert": (groups.edp.rank, groups.edp.size),
             },
         )
-        self.squared_norm = SquaredNorm(buffers.gradients, ranges)
+        self.squared_norm = SquaredNorm(buffers.gradients, ranges, self._native)
 
     @property
     def weights(self) -> dict[BufferKey, Tensor]:
@@ -84,8 +90,8 @@ class Optimizer:
 
     @property
     def updates(self) -> int:
-        """Number of updates so far, skipped steps not counted (reads the device)."""
-        return int(self._step.item())
+        """Number of updates so far, skipped steps not counted."""
+        return self._updates
 
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float, clip_coefficient: float | Tensor) -> None:
@@ -94,9 +100,14 @@ class Optimizer:
         Args:
             lr: scheduled learning rate.
             weight_decay: scheduled weight decay.
-            clip_coefficient: factor of the gradients, applied in place unless it is 1.0.
+            clip_coefficient: factor of the gradients; a 1.0 is not applied. Afterwards the
+                gradients are scaled, or not (native): nobody may read them.
         """
         self._step += 1
+        self._updates += 1
+        if self._native:
+            self._step_native(lr, weight_decay, clip_coefficient)
+            return
         scaled = isinstance(clip_coefficient, Tensor) or clip_coefficient != 1.0
         for tensors in self._groups:
             if scaled:
@@ -110,6 +121,22 @@ class Optimizer:
                 weight_decay=weight_decay * tensors.group.wd_mult,
             )
         self._round_masters()
+
+    def _step_native(self, lr: float, weight_decay: float, clip: float | Tensor) -> None:
+        dtype, device = getattr(torch, self.buffers.precision.master), self.buffers.device
+        given = isinstance(clip, Tensor) or clip != 1.0
+        scale = torch.as_tensor(clip, dtype=dtype, device=device) if given else None
+        for tensors in self._groups:
+            self.rule.update_native(
+                tensors.weights,
+                tensors.gradients,
+                tensors.state,
+                tensors.copies,
+                self._updates,
+                clip=scale,
+                lr=lr * tensors.group.lr_mult,
+                weight_decay=weight_decay * tensors.group.wd_mult,
+            )
 
     def state_pieces(self) -> Iterator[StatePiece]:
         """Logical pieces of parameters, masters and state, for checkpoints; all writable.
@@ -147,6 +174,7 @@ class Optimizer:
             raise ValueError(f"written is {written!r}, neither 'master' nor 'param'")
         if updates is not None:
             self._step.fill_(updates)
+            self._updates = updates
 
     def nonfinite_gradients(self) -> Counter[str]:
         """Non-finite gradient elements of this rank by logical name; for messages only."""
@@ -172,13 +200,15 @@ class Optimizer:
             if not isinstance(group, ParamGroup):
                 raise TypeError(f"the layout was built with groups {type(group).__name__}")
             tensors = collected.setdefault(
-                group, _GroupTensors(group, [], [], {kind: [] for kind in self.state})
+                group, _GroupTensors(group, [], [], {kind: [] for kind in self.state}, [])
             )
             part = slice(segment.start, segment.stop)
             tensors.weights.append(weights[segment.key][part])
             tensors.gradients.append(self.buffers.gradients[segment.key][part])
             for kind, buffers in self.state.items():
                 tensors.state[kind].append(buffers[segment.key][part])
+            values = self.buffers.values[segment.key][part]
+            tensors.copies.append(values if segment.key in self.masters else None)
         return list(collected.values())
 
 

@@ -42,3 +42,30 @@ class UpdateRule(Protocol):
             weight_decay: of this group.
         """
         ...
+
+    def update_native(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        copies: Sequence[Tensor | None],
+        step: int,
+        *,
+        clip: Tensor | None,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        """The same by the native operations: scale, update and round in one pass.
+
+        Args:
+            weights: 1-D segments, master dtype.
+            gradients: the same shapes and dtype, not clipped; only read.
+            state: kind -> the same shapes.
+            copies: the same shapes in the compute dtype, receive the rounded weights; None
+                where the weights are the parameters.
+            step: number of this update, from 1.
+            clip: factor of the gradients, one element of the master dtype on their device.
+            lr: learning rate.
+            weight_decay: of this group.
+        """
+        ...

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_lite.ops.optimizer import sgd_update
+
 
 @dataclass(frozen=True)
 class SGD:
@@ -48,3 +50,32 @@ class SGD:
             maximize=False,
             is_first_step=False,
         )
+
+    def update_native(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        copies: Sequence[Tensor | None],
+        step: int,
+        *,
+        clip: Tensor | None,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        """Update weights, momentum and copies in place; see `UpdateRule.update_native`."""
+        momenta = state["momentum"] if self.momentum else [None] * len(weights)
+        segments = zip(weights, gradients, momenta, copies, strict=True)
+        for weight, gradient, momentum, copy in segments:
+            sgd_update(
+                weight,
+                gradient,
+                momentum,
+                copy,
+                clip,
+                None,
+                lr,
+                self.momentum,
+                weight_decay,
+                False,
+            )

@@ -10,6 +10,7 @@ from megatron_lite.shard.flat import BufferKey
 from megatron_lite.shard.pieces import Range
 
 KEY = BufferKey("dense", "float32")
+both = pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 
 
 @pytest.mark.parametrize(
@@ -32,16 +33,18 @@ def test_a_non_finite_sum_stays_non_finite(bad: float) -> None:
     assert not math.isfinite(global_norm(bad))
 
 
+@both
 @pytest.mark.parametrize("length", [1, 1023, 1024, 1025, 100_003])
-def test_blocks_lose_nothing_of_a_range(length: int) -> None:
+def test_blocks_lose_nothing_of_a_range(length: int, native: bool) -> None:
     gradients = {KEY: torch.full((length + 10,), 3.0)}
-    squares, _ = SquaredNorm(gradients, [Range(KEY, 5, 5 + length)])()
+    squares, _ = SquaredNorm(gradients, [Range(KEY, 5, 5 + length)], native)()
     assert squares.item() == pytest.approx(9.0 * length, rel=1e-7)
 
 
-def test_fp32_norms_are_within_1e_7_of_fp64() -> None:
+@both
+def test_fp32_norms_are_within_1e_7_of_fp64(native: bool) -> None:
     gradient = torch.randn(3_000_000, generator=torch.Generator().manual_seed(1))
-    squares, _ = SquaredNorm({KEY: gradient}, [Range(KEY, 0, len(gradient))])()
+    squares, _ = SquaredNorm({KEY: gradient}, [Range(KEY, 0, len(gradient))], native)()
     exact = gradient.double().square().sum().item()
     assert math.sqrt(squares.item()) == pytest.approx(math.sqrt(exact), rel=1e-7)
 
