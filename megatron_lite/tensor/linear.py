@@ -22,6 +22,7 @@ from torch.nn import functional
 from megatron_lite.mesh import collectives
 from megatron_lite.mesh.groups import Group
 from megatron_lite.microbatch import MicrobatchContext
+from megatron_lite.ops.matrix import accumulate_product
 
 
 def gather_sequence(x: Tensor, tp_group: Group) -> Tensor:
@@ -44,22 +45,16 @@ def reduce_scatter_sequence(partial: Tensor, tp_group: Group) -> Tensor:
     return out
 
 
-def weight_gradient(grad: Tensor, x: Tensor) -> Callable[[Tensor], None]:
+def weight_gradient(grad: Tensor, x: Tensor, native: bool) -> Callable[[Tensor], None]:
     """Deferred W of a linear: main += grad^T x, 2*t*out*in FLOPs.
 
     Args:
         grad: [..., out] gradient of the output.
         x: [..., in] input.
+        native: bf16 products may be summed in fp32 without a bf16 result in between.
     """
     grad_2d, x_2d = grad.flatten(0, -2), x.flatten(0, -2)
-
-    def accumulate(main: Tensor) -> None:
-        if main.dtype == grad_2d.dtype:
-            main.addmm_(grad_2d.t(), x_2d)
-        else:
-            main.add_(grad_2d.t() @ x_2d)
-
-    return accumulate
+    return lambda main: accumulate_product(main, grad_2d, x_2d, native)
 
 
 def _put_bias(bias: nn.Parameter | None, grad: Tensor, mb: MicrobatchContext) -> None:
@@ -106,7 +101,7 @@ class _ColumnParallel(torch.autograd.Function):
         if regather is not None:
             regather.wait()
         # The reduction hides behind the weight gradient's GEMM.
-        ctx.mb.wgrads.put(weight, weight_gradient(grad, full), deferrable=True)
+        ctx.mb.wgrads.put(weight, weight_gradient(grad, full, ctx.mb.native), deferrable=True)
         _put_bias(ctx.bias, grad, ctx.mb)
         if work is not None:
             work.wait()
@@ -138,7 +133,8 @@ class _RowParallel(torch.autograd.Function):
         grad = grads[0].contiguous()
         if ctx.sequence_parallel:
             grad = gather_sequence(grad, ctx.tp_group)
-        ctx.mb.wgrads.put(ctx.weight, weight_gradient(grad, x), deferrable=True)
+        wgrad = weight_gradient(grad, x, ctx.mb.native)
+        ctx.mb.wgrads.put(ctx.weight, wgrad, deferrable=True)
         return grad @ ctx.weight, None, None, None, None
 
 

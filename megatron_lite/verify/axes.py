@@ -90,6 +90,11 @@ def recompute_axis(granularity: str, method: str = "uniform", layers: int = 1) -
     return Axis("recompute", flags=tuple(flags))
 
 
+def reference_operations_axis() -> Axis:
+    """Operations as their references in plain torch instead of natively."""
+    return Axis("native-off", flags=("--native-ops", "off"))
+
+
 def subsets_by_depth(axes: Sequence[Axis]) -> Iterator[list[tuple[Axis, ...]]]:
     """Combinations that make sense, fewest independent axes first, one list per depth.
 

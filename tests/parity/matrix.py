@@ -11,6 +11,7 @@ from megatron_lite.verify.axes import (
     data_axis,
     microbatch_axis,
     recompute_axis,
+    reference_operations_axis,
     sequence_axis,
     tensor_axis,
 )
@@ -27,6 +28,7 @@ FACTORS: Mapping[str, Sequence[object]] = {
     "dp": (1, 2, 4),
     "micro-batch": (0, 1, 2, 4),
     "recompute": ("none", "selective", "full"),
+    "native": ("on", "off"),
 }
 LAYOUT_FACTORS = tuple(name for name in FACTORS if name not in ("model", "precision"))
 
@@ -54,6 +56,8 @@ def axes_of(row: Row) -> tuple[Axis, ...]:
         axes.append(microbatch_axis(micro))
     if row["recompute"] != "none":
         axes.append(recompute_axis(str(row["recompute"])))
+    if row["native"] == "off":
+        axes.append(reference_operations_axis())
     return tuple(axes)
 
 
@@ -85,5 +89,7 @@ def ordinary_rows() -> list[Row]:
 def row_name(row: Row) -> str:
     """The test's name."""
     layout = "+".join(axis.name for axis in axes_of(row))
-    sizes = "-".join(f"{name}{row[name]}" for name in ("tp", "dp", "micro-batch", "recompute"))
+    sizes = "-".join(
+        f"{name}{row[name]}" for name in ("tp", "dp", "micro-batch", "recompute", "native")
+    )
     return f"{row['model']}-{row['precision']}-{layout}-{sizes}"

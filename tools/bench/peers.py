@@ -7,6 +7,9 @@ logits and `torch.nn.functional.cross_entropy`. `hf_llama` builds transformers' 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +41,7 @@ class Size:
 class _Attention(nn.Module):
     def __init__(self, size: Size, bias: bool) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.heads = size.heads  # of this rank
         self.qkv = nn.Linear(size.h, 3 * size.h, bias=bias)
         self.out = nn.Linear(size.h, size.h, bias=bias)
 
@@ -146,8 +149,82 @@ class HfLlama(nn.Module):
         return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def build_peer(name: str, size: Size) -> nn.Module:
-    """Build "plain-gpt", "plain-llama" or "hf-llama"."""
-    if name == "hf-llama":
-        return HfLlama(size)
-    return PlainModel(size, llama=name == "plain-llama")
+class _SplitAttention(nn.Module):
+    """Attention with separate projections, which a column cut leaves whole heads of."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.d = size.h // size.heads
+        self.q, self.k, self.v = (nn.Linear(size.h, size.h, bias=False) for _ in range(3))
+        self.out = nn.Linear(size.h, size.h, bias=False)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (
+            linear(x).view(b, s, -1, self.d).transpose(1, 2) for linear in (self.q, self.k, self.v)
+        )
+        q, k = _turn(q, *rotary), _turn(k, *rotary)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(b, s, -1))
+
+
+def _dtensor_llama(size: Size, dtype: torch.dtype) -> nn.Module:
+    """PlainLlama under torch's own tensor parallelism, vocabulary-parallel loss included."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model = PlainModel(size, llama=True)
+    model.head = nn.Linear(size.h, size.v, bias=False)
+    plan = {
+        "words": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    for index, layer in enumerate(model.layers):
+        layer.attention = _SplitAttention(size)
+        for name in ("attention.q", "attention.k", "attention.v", "gate", "up"):
+            plan[f"layers.{index}.{name}"] = ColwiseParallel()
+        for name in ("attention.out", "down"):
+            plan[f"layers.{index}.{name}"] = RowwiseParallel()
+    model = model.to(dtype)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return parallelize_module(model, mesh, plan)
+
+
+@contextmanager
+def ranks_of_peer(name: str) -> Iterator[None]:
+    """Join the ranks of a peer that runs on several."""
+    if not name.startswith("dtensor"):
+        yield
+        return
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=os.environ["MLITE_RENDEZVOUS"],
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    yield
+
+
+def loss_context(name: str) -> AbstractContextManager[object]:
+    """What a peer's forward and backward pass run under."""
+    if name.startswith("dtensor"):
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
+    if name.endswith("autocast"):
+        return torch.autocast("cpu", torch.bfloat16)
+    return nullcontext()
+
+
+def build_peer(name: str, size: Size, dtype: torch.dtype) -> nn.Module:
+    """Build "plain-gpt", "plain-llama", "hf-llama" or "dtensor-llama", with their endings."""
+    if name.startswith("dtensor"):
+        return _dtensor_llama(size, dtype)
+    model = HfLlama(size) if name.startswith("hf") else PlainModel(size, "llama" in name)
+    model = model.to(dtype)
+    return torch.compile(model) if name.endswith("compile") else model  # type: ignore[return-value]

@@ -1,6 +1,9 @@
 """Time whole training steps against plain PyTorch and transformers, in one run.
 
-Every case lives in its own process (or two ranks) with one thread each; the cases take turns,
+A case is a family with endings: `-compile` (torch.compile, of whole peers or of our blocks),
+`-autocast` (fp32 weights, bf16 products), `-off` (without native operations), `-2threads`,
+`-dp2`, `-tp2`, `-tp2-sp` (two ranks). Every case lives in its own process or two ranks, with
+one thread each unless it says otherwise; the cases take turns,
 step by step, so that a busy machine disturbs all alike. Printed per case: tokens per
 CPU-second (median, range), the ratio to the first peer of the same round, model FLOPs
 utilisation against a 2048^3 matrix product timed in the same rounds, peak RSS, and seconds
@@ -28,7 +31,12 @@ from pathlib import Path
 from typing import Any
 
 SOLO = ("plain-gpt", "ours-gpt", "plain-llama", "hf-llama", "ours-llama")
-PAIRED = ("ours-llama-dp2", "ours-llama-tp2", "ours-llama-tp2-sp")
+PAIRED = ("ours-llama-dp2", "ours-llama-tp2", "ours-llama-tp2-sp", "dtensor-llama-tp2")
+ON_REQUEST = (
+    *("plain-gpt-compile", "plain-gpt-autocast", "plain-llama-compile", "plain-llama-autocast"),
+    *("ours-gpt-off", "ours-gpt-compile", "ours-llama-off", "ours-llama-compile"),
+    *("plain-llama-2threads", "ours-llama-2threads"),
+)
 BATCH = 4  # samples of 512 tokens per step
 SIZE = {"layers": 6, "h": 384, "heads": 6, "s": 512, "v": 32000}
 TOKENS = BATCH * SIZE["s"]
@@ -57,6 +65,10 @@ def our_flags(case: str, dtype: str, directory: str) -> list[str]:
             "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu",
             "--disable-bias-linear", "--ffn-hidden-size", str(8 * SIZE["h"] // 3),
         ]  # fmt: skip
+    if "off" in case:
+        flags += ["--native-ops", "off"]
+    if "compile" in case:
+        flags += ["--compile"]
     if "tp2" in case:
         flags += ["--tensor-model-parallel-size", "2"]
     if case.endswith("-sp"):
@@ -87,21 +99,28 @@ def peer_step(case: str, dtype: str) -> Iterator[Callable[[], object]]:
     """One step of a peer: forward, loss, backward, clip, fused AdamW."""
     import torch
 
-    from tools.bench.peers import Size, build_peer
+    from tools.bench.peers import Size, build_peer, loss_context, ranks_of_peer
 
-    torch.manual_seed(0)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    model = build_peer(case, Size(**SIZE)).to(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-    stream = torch.randint(0, SIZE["v"], (BATCH, SIZE["s"] + 1))
+    with ranks_of_peer(case):
+        torch.manual_seed(0)
+        autocast = case.endswith("autocast")
+        kind = {"fp32": torch.float32, "bf16": torch.bfloat16}["fp32" if autocast else dtype]
+        model = build_peer(case, Size(**SIZE), kind)
+        # Fused AdamW takes no DTensor of gloo ranks; looping over them is what users get.
+        fused = not case.startswith("dtensor")
+        # Clipping takes no mixture: the replicated norms (0.1 % of the weights) stay out.
+        clipped = [p for p in model.parameters() if fused or type(p.data).__name__ == "DTensor"]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=fused)
+        stream = torch.randint(0, SIZE["v"], (BATCH, SIZE["s"] + 1))
 
-    def step() -> None:
-        model(stream[:, :-1], stream[:, 1:]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        def step() -> None:
+            with loss_context(case):
+                model(stream[:, :-1], stream[:, 1:]).backward()
+            torch.nn.utils.clip_grad_norm_(clipped, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
-    yield step
+        yield step
 
 
 def calibrate(dtype: str) -> float:
@@ -120,7 +139,7 @@ def work(case: str, dtype: str, directory: str, started: float) -> None:
     """Child process: one step per line on stdin, one JSON row per step on stdout."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(2 if case.endswith("2threads") else 1)
     answer = os.fdopen(os.dup(1), "w", buffering=1)
     ours = case.startswith("ours")
     with contextlib.redirect_stdout(io.StringIO()):
@@ -148,7 +167,7 @@ class Case:
         root = Path(__file__).resolve().parents[2]
         self._processes = []
         for rank in range(ranks):
-            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            environ = {**os.environ, "OMP_NUM_THREADS": "2" if name.endswith("2threads") else "1"}
             environ["PYTHONPATH"] = os.pathsep.join([str(root), environ.get("PYTHONPATH", "")])
             if ranks > 1:
                 meeting = f"file://{directory}/meet-{name}-{dtype}"
@@ -242,7 +261,8 @@ def print_table(table: list[dict[str, Any]], first: str) -> None:
 def main() -> int:
     """Run the benchmark, or one of its workers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--cases", nargs="+", choices=SOLO + PAIRED, default=list(SOLO + PAIRED))
+    parser.add_argument("--cases", nargs="+", choices=SOLO + PAIRED + ON_REQUEST,
+                        default=list(SOLO + PAIRED))  # fmt: skip
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=5, help="measured steps per case")
     parser.add_argument("--json", help="write the rows here")
