@@ -9,10 +9,10 @@ The file is one JSON object; lists have at least one entry, times are microsecon
 
     schema    "collective-costs/1"
     backend   "gloo" or "nccl";  device  name of the processor;  dtype  of the elements
-    torch     version;  measured  day, "2026-11-29"
+    torch     version;  measured  day, "2026-11-29";  fitted  "median_us" or "least_us"
     rows      [{op, ranks, nodes, message_bytes, wire_bytes, median_us, least_us}]
     fits      [{op, ranks, nodes, alpha_us, beta_us_per_byte, error}]; error is the largest
-              |fitted - measured| / measured of the medians that were fitted
+              |fitted - measured| / measured of the times that were fitted
 """
 
 import json
@@ -143,6 +143,7 @@ class CollectiveCosts:
     dtype: str
     torch: str
     measured: str
+    fitted: str
     rows: tuple[Measurement, ...]
     fits: Mapping[Key, AlphaBeta]
 
@@ -163,12 +164,12 @@ class CollectiveCosts:
         return fit.estimate_us(wire_bytes(op, ranks, message_bytes))
 
 
-def fit_all(rows: Sequence[Measurement]) -> dict[Key, AlphaBeta]:
-    """One model per operation, group size and node count, from the medians."""
+def fit_all(rows: Sequence[Measurement], fitted: str) -> dict[Key, AlphaBeta]:
+    """One model per operation, group size and node count, of the "median_us" or "least_us"."""
     points: dict[Key, list[tuple[float, float]]] = {}
     for row in rows:
         key = (row.op, row.ranks, row.nodes)
-        points.setdefault(key, []).append((row.wire_bytes, row.median_us))
+        points.setdefault(key, []).append((row.wire_bytes, getattr(row, fitted)))
     return {key: fit_alpha_beta(pairs) for key, pairs in points.items()}
 
 
@@ -210,13 +211,13 @@ def load_costs(path: Path) -> CollectiveCosts:
             if key in fits:
                 raise ValueError(f'"fits" has {key} twice')
             fits[key] = AlphaBeta(*_numbers(entry, _MODEL))
-        backend, device, dtype, torch, measured = (_text(document, name) for name in _TEXTS)
+        texts = {name: _text(document, name) for name in _TEXTS}
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    return CollectiveCosts(backend, device, dtype, torch, measured, rows, fits)
+    return CollectiveCosts(**texts, rows=rows, fits=fits)
 
 
-_TEXTS = ("backend", "device", "dtype", "torch", "measured")
+_TEXTS = ("backend", "device", "dtype", "torch", "measured", "fitted")
 _TIMES = ("median_us", "least_us")
 _MODEL = ("alpha_us", "beta_us_per_byte", "error")
 

@@ -36,9 +36,9 @@ def measured(op: str, ranks: int, alpha: float, beta: float, nodes: int = 1) -> 
 
 def costs() -> CollectiveCosts:
     rows = measured("all_reduce", 2, 30.0, 1e-3) + measured("all_gather", 4, 50.0, 2e-3, nodes=2)
-    return CollectiveCosts(
-        "gloo", "a processor", "float32", "2.14.1", "2026-11-29", tuple(rows), fit_all(rows)
-    )
+    fits = fit_all(rows, "median_us")
+    texts = ("gloo", "a processor", "float32", "2.14.1", "2026-11-29", "median_us")
+    return CollectiveCosts(*texts, tuple(rows), fits)
 
 
 # ---- arithmetic ------------------------------------------------------------------------------
@@ -92,6 +92,12 @@ def test_neither_term_is_negative() -> None:
 def test_too_few_points_are_refused(points: list[tuple[float, float]]) -> None:
     with pytest.raises(ValueError, match="two sizes"):
         fit_alpha_beta(points)
+
+
+def test_either_times_can_be_fitted() -> None:
+    rows = measured("broadcast", 2, 20.0, 1e-3)
+    assert fit_all(rows, "least_us")["broadcast", 2, 1].alpha_us == pytest.approx(18)
+    assert fit_all(rows, "median_us")["broadcast", 2, 1].alpha_us == pytest.approx(20)
 
 
 def test_bandwidths_are_of_message_and_of_wire() -> None:
