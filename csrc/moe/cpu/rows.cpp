@@ -1,0 +1,130 @@
+// Rows to expert-major order and back: gather, weighted combine, and the combine's gradients.
+//
+//   x         [tokens, h]  any element, rows `x_stride` bytes apart
+//   source    [rows]       int32, assignment (token * k + slot) of a row; -1: padding, +0
+//   row_of    [tokens, k]  int32, row of an assignment; -1: dropped, contributes nothing
+//   packed, d_packed  [rows, h] T;  out, d_out  [tokens, h] T
+//   probs, d_probs    [tokens, k]  float (double of double); d_probs 0 where dropped
+//
+// Memory-bound: bytes as csrc/moe/pack.cu and combine.cu. Sums are float (double), slots
+// ascending; each row belongs to one assignment, so tokens are independent: the same bits for
+// any number of threads. Padding rows of d_packed are the caller's to clear.
+#include <cstring>
+
+#include "cpu/vector.h"
+#include "moe/cpu/moe.h"
+
+namespace ml {
+namespace ML_ISA {
+namespace {
+
+// N vectors of one token from channel `at` on; the last may be a part of `last` elements.
+template <class T, bool Weighted, int N>
+ML_INLINE void combine_channels(const MoeCombine& c, int64_t token, int64_t at, int64_t last) {
+  using A = Wide<T>;
+  constexpr int64_t W = kLanes<A>;
+  const int32_t* rows = c.row_of + token * c.k;
+  const A* probs = static_cast<const A*>(c.probs) + (Weighted ? token * c.k : 0);
+  Vector<A> sums[N] = {};
+  for (int64_t slot = 0; slot < c.k; ++slot) {
+    if (rows[slot] < 0) continue;
+    const T* row = static_cast<const T*>(c.packed) + rows[slot] * c.h + at;
+    const A weight = Weighted ? probs[slot] : A(1);
+    for (int j = 0; j < N; ++j) {
+      const Vector<A> value = load_part(row + j * W, N == 1 ? last : W);
+      sums[j] += Weighted ? weight * value : value;
+    }
+  }
+  T* out = static_cast<T*>(c.out) + token * c.h + at;
+  for (int j = 0; j < N; ++j) store_part(out + j * W, sums[j], N == 1 ? last : W);
+}
+
+template <class T, bool Weighted>
+void combine_tokens(const MoeCombine& c, int64_t first, int64_t last) {
+  constexpr int64_t W = kLanes<Wide<T>>;
+  for (int64_t token = first; token < last; ++token) {
+    int64_t at = 0;
+    for (; at + 4 * W <= c.h; at += 4 * W) combine_channels<T, Weighted, 4>(c, token, at, W);
+    for (; at + W <= c.h; at += W) combine_channels<T, Weighted, 1>(c, token, at, W);
+    if (at < c.h) combine_channels<T, Weighted, 1>(c, token, at, c.h - at);
+  }
+}
+
+// One assignment: d_packed = weight * d_out; returns packed . d_out.
+template <class T>
+ML_INLINE Wide<T> weighted_row(const T* row, const T* d_out, T* d_row, Wide<T> weight, int64_t h) {
+  using A = Wide<T>;
+  constexpr int64_t W = kLanes<A>;
+  Vector<A> sums[2] = {};
+  int64_t i = 0;
+  for (; i + 2 * W <= h; i += 2 * W) {
+    for (int j = 0; j < 2; ++j) {
+      const Vector<A> d = load(d_out + i + j * W);
+      sums[j] += load(row + i + j * W) * d;
+      store(d_row + i + j * W, d * weight);
+    }
+  }
+  A tail = 0;
+  for_each_vector<A>(h - i, [&](int64_t offset, int64_t n) {
+    const Vector<A> d = load_part(d_out + i + offset, n);
+    const Vector<A> products = load_part(row + i + offset, n) * d;
+    tail += sum<A>(products);  // lanes beyond n are 0
+    store_part(d_row + i + offset, d * weight, n);
+  });
+  return sum<A>(sums[0] + sums[1]) + tail;
+}
+
+template <class T>
+void backward_tokens(const MoeCombineBackward& c, int64_t first, int64_t last) {
+  using A = Wide<T>;
+  for (int64_t a = first * c.k; a < last * c.k; ++a) {
+    const int64_t row = c.row_of[a];
+    const T* d_out = static_cast<const T*>(c.d_out) + a / c.k * c.h;
+    T* d_row = static_cast<T*>(c.d_packed) + row * c.h;
+    if (!c.weighted) {
+      if (row >= 0) std::memcpy(d_row, d_out, static_cast<size_t>(c.h) * sizeof(T));
+      continue;
+    }
+    A dot = 0;
+    if (row >= 0) {
+      const T* packed = static_cast<const T*>(c.packed) + row * c.h;
+      dot = weighted_row(packed, d_out, d_row, static_cast<const A*>(c.probs)[a], c.h);
+    }
+    static_cast<A*>(c.d_probs)[a] = dot;
+  }
+}
+
+}  // namespace
+
+void moe_gather(const MoeGather& c, int64_t first, int64_t last) {
+  const auto row_bytes = static_cast<size_t>(c.row_bytes);
+  const auto prob_bytes = static_cast<size_t>(c.prob_bytes);
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t a = c.source[row];
+    char* to = c.packed + row * c.row_bytes;
+    char* prob = c.packed_probs + row * c.prob_bytes;
+    if (a < 0) {
+      std::memset(to, 0, row_bytes);
+      if (prob_bytes != 0) std::memset(prob, 0, prob_bytes);
+    } else {
+      std::memcpy(to, c.x + a / c.k * c.x_stride, row_bytes);
+      if (prob_bytes != 0) std::memcpy(prob, c.probs + a * c.prob_bytes, prob_bytes);
+    }
+  }
+}
+
+void moe_combine(const MoeCombine& call, int64_t first, int64_t last) {
+  with_element(call.dtype, [&](auto element) {
+    using T = decltype(element);
+    if (call.weighted) combine_tokens<T, true>(call, first, last);
+    else combine_tokens<T, false>(call, first, last);
+  });
+}
+
+void moe_combine_backward(const MoeCombineBackward& call, int64_t first, int64_t last) {
+  with_element(call.dtype,
+               [&](auto element) { backward_tokens<decltype(element)>(call, first, last); });
+}
+
+}  // namespace ML_ISA
+}  // namespace ml
