@@ -33,7 +33,7 @@ def mlp(parts: StageParts, layer: int, x: Tensor, mb: MicrobatchContext) -> Tens
         parts.sequence_parallel,
         mb,
     )
-    inner = activate(inner, parts.shape.activation, parts.shape.gated)
+    inner = activate(inner, parts.shape.activation, parts.shape.gated, mb.native)
     return row_parallel_linear(
         inner,
         parts.params[f"{prefix}.linear_fc2.weight"],

@@ -90,9 +90,9 @@ def recompute_axis(granularity: str, method: str = "uniform", layers: int = 1) -
     return Axis("recompute", flags=tuple(flags))
 
 
-def reference_operations_axis() -> Axis:
-    """Operations as their references in plain torch instead of natively."""
-    return Axis("native-off", flags=("--native-ops", "off"))
+def native_axis(switch: str) -> Axis:
+    """Native operations "on" against a reference in plain torch, or "off" against a native one."""
+    return Axis(f"native-{switch}", flags=("--native-ops", switch))
 
 
 def subsets_by_depth(axes: Sequence[Axis]) -> Iterator[list[tuple[Axis, ...]]]:

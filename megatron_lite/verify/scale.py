@@ -32,6 +32,7 @@ from megatron_lite.verify.axes import (
     Case,
     data_axis,
     microbatch_axis,
+    native_axis,
     recompute_axis,
     sequence_axis,
     tensor_axis,
@@ -162,6 +163,9 @@ def scale_down(config: Config, world_size: int, data: Path, steps: int, precisio
             *run_flags(data, seq_length=seq_length, steps=steps, precision=precision),
             "--global-batch-size",
             str(batch),
+            # The reference is plain torch; native operations are one more axis.
+            "--native-ops",
+            "off",
         ),
         global_batch_size=batch,
         axes=axes,
@@ -250,6 +254,8 @@ def scaled_axes(config: Config, sizes: Mapping[str, int], micro: int | None) -> 
         if config.recompute_method == "block" and config.recompute_num_layers != config.num_layers:
             layers = 1
         axes.append(recompute_axis(recompute, config.recompute_method or "uniform", layers))
+    if config.native_ops == "on":
+        axes.append(native_axis("on"))
     return tuple(axes)
 
 

@@ -10,8 +10,8 @@ from megatron_lite.verify.axes import (
     Axis,
     data_axis,
     microbatch_axis,
+    native_axis,
     recompute_axis,
-    reference_operations_axis,
     sequence_axis,
     tensor_axis,
 )
@@ -57,7 +57,7 @@ def axes_of(row: Row) -> tuple[Axis, ...]:
     if row["recompute"] != "none":
         axes.append(recompute_axis(str(row["recompute"])))
     if row["native"] == "off":
-        axes.append(reference_operations_axis())
+        axes.append(native_axis("off"))
     return tuple(axes)
 
 

@@ -49,7 +49,9 @@ def test_a_large_job_becomes_a_tiny_one_of_the_same_kind(tmp_path: Path) -> None
     assert small.recompute_num_layers == 1 < small.num_layers  # part of the layers stays part
     assert (small.save, small.load, small.save_interval, small.bf16) == (None, None, None, False)
     assert (small.optimizer, small.sgd_momentum, small.fp64) == ("sgd", 0.0, True)
-    assert [axis.name for axis in case.axes] == ["tp", "sp", "dp", "micro-batch", "recompute"]
+    assert [axis.name for axis in case.axes] == [
+        *("tp", "sp", "dp", "micro-batch", "recompute", "native-on"),
+    ]
     assert any("hidden_size: 8192 ->" in note for note in result.notes)
 
 

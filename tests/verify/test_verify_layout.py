@@ -21,7 +21,7 @@ def test_a_good_layout_is_certified(capsys: pytest.CaptureFixture[str], tmp_path
     assert main(["--ranks", "4", "--steps", "2", "--keep", str(keep), *FLAGS.split()]) == 0
     out = capsys.readouterr().out
     assert "hidden_size: 256 -> 32" in out
-    assert "equal: tp+sp+dp+micro-batch on 4 rank(s)" in out
+    assert "equal: tp+sp+dp+micro-batch+native-on on 4 rank(s)" in out
     assert len(list(keep.glob("*/dump/step_0000002.safetensors"))) == 2  # reference and layout
 
 
@@ -33,7 +33,7 @@ def test_a_difference_is_named(
     monkeypatch.setattr(Certifier, "certify", planted)
     assert main(["--ranks", "2", "--steps", "1", *FLAGS.split()]) == 1
     out = capsys.readouterr().out
-    assert "differs: tp+sp+micro-batch on 2 rank(s), by MATCH64" in out
+    assert "differs: tp+sp+micro-batch+native-on on 2 rank(s), by MATCH64" in out
     assert "axis sp: gradient of decoder.layers.1.mlp.linear_fc2.bias at step 1" in out
 
 
