@@ -75,7 +75,7 @@ ML_INLINE Vector<double> exp_falling(Vector<double> x) { return exp_of(x); }
 
 // exp(x + low) of x <= 0, |low| at most an ulp or so of x.
 ML_INLINE Vector<float> exp_negative(Vector<float> x, Vector<float> low) {
-  const float magic = 12582912.0f;
+  const float magic = 12583039.0f;  // as above
   const Vector<float> shifted = x * 1.4426950408889634f + magic, n = shifted - magic;
   const Vector<float> r = (x - n * 0.693359375f) - n * -2.12194440e-4f + low;
   // exp on [-ln 2 / 2, ln 2 / 2], fitted to 4e-9 with value and slope 1 at 0.
