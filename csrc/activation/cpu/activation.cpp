@@ -32,14 +32,14 @@ ML_INLINE Point<A> activation(Vector<A> x) {
     const A far = A(15);  // the tails are 0 beyond; keeps the cube finite
     const Vector<A> c = minimum<A>(splat(far), maximum<A>(splat(-far), x));
     const Vector<A> twice = 2 * kScale * (c + kCubic * c * c * c);
-    const Vector<A> e = exp_negative(minus_magnitude_of(twice));
+    const Vector<A> e = exp_falling(minus_magnitude_of(twice));
     // (1 + tanh u) / 2 = 1 / (1 + exp(-2u)), without cancellation in either tail.
     const Vector<A> near = reciprocal_of(one + e), tail = e * near;
     const Vector<A> share = x < 0 ? tail : near;
     const Vector<A> steep = 2 * kScale * (one + 3 * kCubic * c * c);
     return {x * share, share + c * near * tail * steep};
   } else if constexpr (kind == Activation::silu) {
-    const Vector<A> e = exp_negative(minus_magnitude_of(x));
+    const Vector<A> e = exp_falling(minus_magnitude_of(x));
     const Vector<A> near = reciprocal_of(one + e), tail = e * near;
     const Vector<A> share = x < 0 ? tail : near, other = x < 0 ? near : tail;
     return {x * share, share * (one + x * other)};
