@@ -1,6 +1,6 @@
 // Quantize a matrix to fp8: rowwise and transposed codes and their scales from a single read.
 //
-//   x            [rows, cols]  fp32 or bf16, rows `stride` elements apart
+//   x            [rows, cols]  fp32, bf16 or fp16, rows `stride` elements apart
 //   codes        [rows, cols]  uint8 (E4M3 or E5M2), or null
 //   codes_t      [cols, rows]  uint8, or null
 //   scales       stored inverted: value = code * scale_inv
@@ -153,9 +153,7 @@ ML_EXPORT int launch_fp8_quantize(const void* x, int64_t dtype, int64_t rows, in
               static_cast<uint32_t>(c2), static_cast<uint32_t>(c3), element_start,
               element_stride};
   a.stochastic = stochastic != 0;
-  switch (static_cast<DType>(dtype)) {
-    case DType::fp32: return fp8::launch_quantize<float>(a, scaling, stream);
-    case DType::bf16: return fp8::launch_quantize<__nv_bfloat16>(a, scaling, stream);
-    default: return kInvalidValue;
-  }
+  return with_dtype(dtype, [&](auto zero) {
+    return fp8::launch_quantize<decltype(zero)>(a, scaling, stream);
+  });
 }

@@ -1,6 +1,6 @@
 // Amax of a tensor, scales from amax, and the update of delayed scaling.
 //
-//   x          [rows, cols]     fp32 or bf16, rows `stride` elements apart
+//   x          [rows, cols]     fp32, bf16 or fp16, rows `stride` elements apart
 //   partial    [num_partials]   uint32, bits of |x|: workspace
 //   amax       [1] or [n]       fp32; NaN if any element is NaN (one canonical NaN)
 //   scale      [n]              fp32, what x is multiplied with; scale_inv [n] its inverse
@@ -114,22 +114,18 @@ ML_EXPORT int launch_fp8_amax(const void* x, int64_t dtype, uint32_t* partial,
                               int64_t stride, void* stream) {
   using namespace ml;
   if (num_partials < 1 || num_partials > 0x7fffffff || rows < 0 || cols < 0) return kInvalidValue;
-  return with_dtype(dtype, [&](auto zero) -> int {
+  return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    if constexpr (std::is_same_v<T, __half>) {
-      return kInvalidValue;
-    } else {
-      const T* values = static_cast<const T*>(x);
-      const bool vectors = vectorizable(values, stride);
-      const int64_t items = rows * (vectors ? ceil_div(cols, width<T>) : cols);
-      const unsigned blocks = grid_size(ceil_div(items, fp8::kThreads), num_partials);
-      const auto kernel = vectors ? fp8::amax_partial<T, width<T>> : fp8::amax_partial<T, 1>;
-      const int error = ML_LAUNCH(kernel, blocks, fp8::kThreads, 0, stream, values, rows, cols,
-                                  stride, partial);
-      if (error != 0) return error;
-      return ML_LAUNCH(fp8::amax_finish, 1, fp8::kThreads, 0, stream, partial,
-                       static_cast<int64_t>(blocks), amax);
-    }
+    const T* values = static_cast<const T*>(x);
+    const bool vectors = vectorizable(values, stride);
+    const int64_t items = rows * (vectors ? ceil_div(cols, width<T>) : cols);
+    const unsigned blocks = grid_size(ceil_div(items, fp8::kThreads), num_partials);
+    const auto kernel = vectors ? fp8::amax_partial<T, width<T>> : fp8::amax_partial<T, 1>;
+    const int error = ML_LAUNCH(kernel, blocks, fp8::kThreads, 0, stream, values, rows, cols,
+                                stride, partial);
+    if (error != 0) return error;
+    return ML_LAUNCH(fp8::amax_finish, 1, fp8::kThreads, 0, stream, partial,
+                     static_cast<int64_t>(blocks), amax);
   });
 }
 

@@ -63,10 +63,14 @@ ATTENTION = {
 FP8 = {
     "csrc/fp8/quantize.cu": (
         # 1-byte outputs: codes element by element where rows are no multiples of 16 bytes.
-        Budget("quantize<__nv_bfloat16, [012]>", (96, 96), wide(8, 8), 8, "tail of codes"),
+        Budget(f"quantize<{T16}, [012]>", (96, 96), wide(8, 8), 8, "tail of codes"),
         Budget("quantize<float, [012]>", (120, 120), wide(16, 8), 8, "tail of codes"),
-        Budget("quantize<__nv_bfloat16, 3>", (96, 96), wide(8, 8), 16, "tail of codes, E8M0"),
+        Budget(f"quantize<{T16}, 3>", (96, 96), wide(8, 8), 16, "tail of codes, E8M0"),
         Budget("quantize<float, 3>", (120, 120), wide(16, 8), 16, "tail of codes, E8M0"),
+    ),
+    "csrc/fp8/dequantize.cu": (
+        Budget("dequantize<.*, true>", (32, 32), wide(0, 1)),
+        Budget("dequantize<.*, false>", (16, 16)),
     ),
     "csrc/fp8/scaling.cu": (
         Budget("amax_partial<.*, [48]>", (32, 32), wide(1)),

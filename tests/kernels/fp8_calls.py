@@ -7,9 +7,10 @@ import numpy as np
 from tests.kernels.fp8_oracle import BFLOAT16, Array, Format
 from tests.sim import build
 
-SOURCES = ("csrc/fp8/scaling.cu", "csrc/fp8/quantize.cu")
+SOURCES = tuple(f"csrc/fp8/{name}.cu" for name in ("scaling", "quantize", "dequantize"))
 SCALINGS = ("tensor", "rows", "square", "mx")
-DTYPES = (np.dtype(np.float32), BFLOAT16)
+DTYPES = (np.dtype(np.float32), BFLOAT16, np.dtype(np.float16))
+NAMES = ["fp32", "bf16", "fp16"]
 
 
 def code_of(dtype: Any) -> int:
@@ -57,6 +58,16 @@ class Result:
             self.counts = kernels.count(*self.arguments)
         else:
             kernels.call(*self.arguments)
+
+
+def dequantized(
+    kernels: build.Kernels, codes: Array, scale_inv: Array, scaling: str, form: Format, dtype: Any
+) -> Array:
+    """Values by the launcher."""
+    out = build.poisoned(codes.shape, np.dtype(dtype))
+    kernels.call("launch_fp8_dequantize", codes, form.code, SCALINGS.index(scaling), scale_inv,
+                 out, code_of(dtype), *codes.shape)  # fmt: skip
+    return out
 
 
 def inputs(rng: np.random.Generator, rows: int, cols: int, dtype: Any) -> Array:

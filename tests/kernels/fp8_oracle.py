@@ -165,3 +165,24 @@ def quantize(
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         codes = encode(x * factor, form, words)
         return Quantized(codes, stored, decode(codes, form) * inverse)
+
+
+def dequantize(codes: Array, scale_inv: Array, scaling: str, form: Format, dtype: Any) -> Array:
+    """Values as bits of `dtype`: rounded to float32, then once more; one canonical NaN."""
+    height, width = {"tensor": (1, 1), "rows": (1, 128), "square": (128, 128), "mx": (1, 32)}[
+        scaling
+    ]
+    if scaling == "tensor":
+        scale = np.full(codes.shape, scale_inv.flat[0], np.float32)
+    elif scaling == "mx":
+        power = scale_inv.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        scale = _spread(power, height, width, codes.shape)
+    else:
+        blocks = scale_inv.T if scaling == "rows" else scale_inv
+        scale = _spread(blocks, height, width, codes.shape)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        values = decode(codes, form).astype(np.float32) * scale
+        rounded = values.astype(dtype)
+    bits = rounded.view(np.uint32 if rounded.itemsize == 4 else np.uint16)
+    quiet = {"float32": 0x7FC00000, "bfloat16": 0x7FC0, "float16": 0x7E00}[np.dtype(dtype).name]
+    return np.where(np.isnan(values), bits.dtype.type(quiet), bits)

@@ -6,12 +6,13 @@ before it, or instead.
 
 import numpy as np
 
+from tests.kernels.fp8_calls import SOURCES
 from tests.kernels.fp8_oracle import BFLOAT16
 from tests.sim import build
 
 
 def main() -> None:
-    kernels = build.load(["csrc/fp8/scaling.cu", "csrc/fp8/quantize.cu"])
+    kernels = build.load(SOURCES)
     rng = np.random.default_rng(0)
     for rows, cols, dtype, stochastic in ((130, 144, BFLOAT16, 0), (37, 131, np.float32, 1)):
         x = build.placed(rng.standard_normal((rows, cols)).astype(dtype))
@@ -30,11 +31,16 @@ def main() -> None:
             codes, codes_t = (
                 build.poisoned(shape, np.uint8) for shape in ((rows, cols), (cols, rows))
             )
+            scales = build.poisoned(by_row, kind)
             kernels.call(
                 "launch_fp8_quantize", x, dtype_code, rows, cols, cols, scaling, 0, codes, codes_t,
-                scale, build.poisoned(by_row, kind), build.poisoned(by_col, kind),
+                scale, scales, build.poisoned(by_col, kind),
                 build.poisoned(down * across, np.uint32), 0.0, 0, stochastic, 2**63 - 1, 1, 2, 3,
                 cols,
+            )  # fmt: skip
+            kernels.call(
+                "launch_fp8_dequantize", codes, 0, scaling, inverse if scaling == 0 else scales,
+                build.poisoned((rows, cols), x.dtype), dtype_code, rows, cols,
             )  # fmt: skip
     print("done", flush=True)
 

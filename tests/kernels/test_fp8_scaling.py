@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.kernels import fp8_oracle as oracle
-from tests.kernels.fp8_calls import DTYPES, SOURCES, Result, code_of, inputs
+from tests.kernels.fp8_calls import DTYPES, NAMES, SOURCES, Result, code_of, inputs
 from tests.kernels.fp8_oracle import BFLOAT16, E4M3, FORMATS, Format
 from tests.sim import build
 
@@ -31,7 +31,7 @@ def ordered(request: pytest.FixtureRequest, kernels: build.Kernels) -> Iterator[
         yield kernels
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (3, 37), (7, 520), (300, 16)], ids=str)
 @pytest.mark.parametrize("special", [None, np.inf, np.nan])
 def test_amax(
