@@ -6,7 +6,8 @@
 //                              its strides do not allow it
 //   new_like / new_shape       outputs on the device of an input
 //   run_rows(n, cost, body)    body(first, last) over torch's threads
-//   stream_of(x)               the current CUDA stream of a tensor's device
+//   stream_of(x)               the current CUDA stream of a tensor's device, where launches go
+//                              while the result lives
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -22,6 +23,7 @@
 
 #ifdef ML_WITH_CUDA
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 #endif
 
 #define ML_CHECK(condition, ...) STD_TORCH_CHECK(condition, __VA_ARGS__)
@@ -113,11 +115,21 @@ inline void run_rows(int64_t rows, int64_t cost, const Body& body) {
 }
 
 #ifdef ML_WITH_CUDA
-inline void* stream_of(const Tensor& x) {
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
-  return stream;
-}
+// A launch goes to the current device: the tensor's becomes it, until the end of the statement
+// that passes this as an argument.
+class LaunchStream {
+ public:
+  explicit LaunchStream(const Tensor& x) : guard_(x.get_device_index()) {
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream_));
+  }
+  operator void*() const { return stream_; }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  void* stream_ = nullptr;
+};
+[[nodiscard]] inline LaunchStream stream_of(const Tensor& x) { return LaunchStream(x); }
 inline void check_launch(int error, const char* name) {
   ML_CHECK(error == 0, name, ": CUDA launch failed with error ", error);
 }
