@@ -1,14 +1,17 @@
 """Output projection and cross-entropy in one pass over chunks of tokens.
 
-Logits are formed for one chunk at a time, in fp32 (fp64 under --fp64), and turned at once
-into the loss, the gradient of the hidden states and the weight gradient: they are neither
-kept nor recomputed. That is possible because the loss is divided by a denominator that is
-known before the work starts; the caller's backward pass must therefore start with gradient 1.
-Padding rows of the vocabulary take no part.
+Logits are formed for one chunk at a time in one buffer, in the dtype of the hidden states, and
+turned in place into their gradient, which leaves at once for the hidden states and the weight:
+they are neither kept nor recomputed. That is possible because the loss is divided by a
+denominator that is known before the work starts; the caller's backward pass must therefore
+start with gradient 1. Padding rows of the vocabulary take no part.
 
-FLOPs: 6*t*v*h in training, 2*t*v*h in evaluation. Memory: 2 copies of one chunk's logits.
-Comm per chunk: one MAX of the chunk's tokens, one SUM of twice that; and once per
-microbatch the reduction of the hidden gradient.
+Rounded to bf16 or fp16 are each logit (after an fp32 sum) and each gradient of a logit; maxima,
+exponentials, sums and losses are fp32 (fp64 under --fp64), see `ops/cross_entropy.py`.
+
+FLOPs: 6*t*v*h in training, 2*t*v*h in evaluation. Memory: one chunk's logits (plain torch: and
+fp32 copies of them). Comm per chunk: one MAX of the chunk's tokens, one SUM of twice that; and
+once per microbatch the reduction of the hidden gradient.
 """
 
 from __future__ import annotations
@@ -22,43 +25,47 @@ from torch import Tensor, nn
 from megatron_lite.mesh import collectives
 from megatron_lite.mesh.groups import Group
 from megatron_lite.microbatch import MicrobatchContext
+from megatron_lite.ops import cross_entropy as ops
+from megatron_lite.ops.matrix import accumulate_product
 from megatron_lite.ops.norm import accumulation_dtype
 from megatron_lite.tensor.linear import gather_sequence, reduce_scatter_sequence
 
 _CHUNK_BYTES = 32 * 2**20
 
 
-def chunk_count(tokens: int, vocab_rows: int, most: int) -> int:
-    """Chunks of a microbatch: as few as keep fp32 logits near 32 MiB, at most `most`."""
-    wanted = math.ceil(tokens * max(vocab_rows, 1) * 4 / _CHUNK_BYTES)
+def chunk_count(tokens: int, vocab_rows: int, most: int, element_bytes: int = 4) -> int:
+    """Chunks of a microbatch: as few as keep the logits near 32 MiB, at most `most`.
+
+    `element_bytes` is that of the widest copy of the logits: theirs in native operations, 4
+    (or 8) in plain torch.
+    """
+    wanted = math.ceil(tokens * max(vocab_rows, 1) * element_bytes / _CHUNK_BYTES)
     return max(1, min(wanted, most, tokens))
 
 
-def _chunk_loss(logits: Tensor, target: Tensor, tp_group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and softmax pieces of one chunk; `logits` becomes the exponentials in place.
+def _chunk_losses(
+    logits: Tensor, target: Tensor, scale: Tensor | None, tp_group: Group, native: bool
+) -> Tensor:
+    """Losses [t] of one chunk; with `scale` the logits become their gradient in place.
 
     Args:
         logits: [t, v_local] of this rank's rows.
         target: [t] int64 local row of the label, or -1 where another rank holds it.
-
-    Returns:
-        loss [t], sum of exponentials [t] (both global), rows [t] that hold their target.
+        scale: [t], gradient with respect to each loss.
     """
-    if logits.shape[1]:
-        peak = logits.amax(dim=-1)
-    else:  # all of this rank's rows are padding
-        peak = logits.new_full((logits.shape[0],), float("-inf"))
+    v = logits.shape[1]
+    if tp_group.size == 1:
+        whole = ops.cross_entropy_ if native else ops.whole_reference
+        return whole(logits, target, scale, v, 0.0, 0.0)  # type: ignore[no-any-return]
+    statistics = ops.cross_entropy_statistics if native else ops.statistics_reference
+    gradient = ops.cross_entropy_gradient_ if native else ops.gradient_reference
+    local_peak, sums = statistics(logits, target, v, False)
+    peak = local_peak.clone()
     collectives.all_reduce(peak, tp_group, op="max")
-    logits.sub_(peak.unsqueeze(-1))
-    held = target >= 0
-    sums = logits.new_zeros(2, logits.shape[0])
-    if logits.shape[1]:
-        picked = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        sums[1] = picked.masked_fill(~held, 0.0)
-        logits.exp_()
-        sums[0] = logits.sum(dim=-1)
+    ops.rebase(sums, local_peak, peak, target, v)
     collectives.all_reduce(sums, tp_group)
-    return sums[0].log() - sums[1], sums[0], held
+    # Without label smoothing the number of classes does not matter.
+    return gradient(logits, target, peak, sums, scale, v, v, 0.0, 0.0)  # type: ignore[no-any-return]
 
 
 def _head(
@@ -70,30 +77,24 @@ def _head(
     tp_group: Group,
     main: Tensor | None,
     grad_hidden: Tensor | None,
+    native: bool,
 ) -> Tensor:
     """Loop over chunks; returns per-token losses [t], fills `main` and `grad_hidden`."""
-    wide = accumulation_dtype(hidden.dtype)
-    losses = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
+    losses = hidden.new_empty(hidden.shape[0], dtype=accumulation_dtype(hidden.dtype))
     rows = math.ceil(hidden.shape[0] / chunks)
+    buffer = hidden.new_empty(rows, weight.shape[0])
     for first in range(0, hidden.shape[0], rows):
         part = slice(first, first + rows)
-        logits = (hidden[part] @ weight.t()).to(wide)
-        loss, total, held = _chunk_loss(logits, target[part], tp_group)
-        losses[part] = loss
+        x = hidden[part]
+        logits = buffer[: x.shape[0]]
+        torch.mm(x, weight.t(), out=logits)
+        factor = None if scale is None else scale[part]
+        losses[part] = _chunk_losses(logits, target[part], factor, tp_group, native)
         if grad_hidden is None or scale is None:
             continue
-        factor = scale[part]
-        grad = logits.mul_((factor / total).unsqueeze(-1))
-        if grad.shape[1]:
-            index = target[part].clamp(min=0).unsqueeze(-1)
-            grad.scatter_add_(-1, index, (-factor * held).unsqueeze(-1))
-        grad = grad.to(hidden.dtype)
-        torch.mm(grad, weight, out=grad_hidden[part])
+        torch.mm(logits, weight, out=grad_hidden[part])
         if main is not None:
-            if main.dtype == grad.dtype:
-                main.addmm_(grad.t(), hidden[part])
-            else:
-                main.add_(grad.t() @ hidden[part])
+            accumulate_product(main, logits, x, native)
     return losses
 
 
@@ -122,7 +123,8 @@ class _HeadLoss(torch.autograd.Function):
         needs_grad = mb.wgrads is not None
         grad_flat = torch.empty_like(flat) if needs_grad else None
         main = mb.wgrads.main_grad(weight) if mb.wgrads is not None else None
-        chunks = chunk_count(s * b, rows, most_chunks)
+        element_bytes = flat.element_size() if mb.native else 4
+        chunks = chunk_count(s * b, rows, most_chunks, element_bytes)
         losses = _head(
             flat,
             weight.detach()[:rows],
@@ -132,6 +134,7 @@ class _HeadLoss(torch.autograd.Function):
             tp_group,
             main[:rows] if main is not None else None,
             grad_flat,
+            mb.native,
         )
         if mb.wgrads is not None:
             mb.wgrads.written(weight)
