@@ -29,11 +29,10 @@ constexpr A kBase = std::is_same_v<A, double> ? A(1) : A(1.4426950408889634);
 ML_INLINE Vector<float> power_of(Vector<float> x) {
 #if defined(__AVX512F__)
   const Vector<float> clamped = maximum<float>(splat(-160.0f), x);
-  const Vector<float> n = (Vector<float>)_mm512_roundscale_ps((__m512)clamped, 8);
 #else
   const Vector<float> clamped = maximum<float>(splat(-130.0f), x);
-  const Vector<float> n = round_nearest(clamped);
 #endif
+  const Vector<float> n = round_nearest(clamped);
   const Vector<float> r = clamped - n;
   Vector<float> p = splat(1.327647178e-3f);
   p = p * r + 9.675541333e-3f;
