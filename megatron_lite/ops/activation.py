@@ -51,7 +51,8 @@ def _bounded(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 def _forward_reference(x: Tensor, kind: str, gated: bool, limit: float) -> Tensor:
     if not gated:
         return _value(kind, x)
-    gate, up = _bounded(*x.chunk(2, dim=-1), limit)
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = _bounded(gate, up, limit)
     return _value(kind, gate) * up
 
 

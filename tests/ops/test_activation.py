@@ -134,9 +134,7 @@ def test_strided_and_misaligned_rows_are_read_where_they_lie(native: Native) -> 
             grad = got.unsqueeze(-1).expand(*got.shape, 2).flatten(-2)[..., ::2]
             got = activation_backward(grad, view, "silu", gated, math.inf)
             dense_grad = grad.contiguous()
-            assert torch.equal(
-                got, activation_backward(dense_grad, dense, "silu", gated, math.inf)
-            )
+            assert torch.equal(got, activation_backward(dense_grad, dense, "silu", gated, math.inf))
 
 
 @pytest.mark.parametrize("kind", KINDS)
