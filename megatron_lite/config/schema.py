@@ -537,6 +537,7 @@ class OwnConfig:
         "Operations in C++ and CUDA, or their references in plain torch.",
         choices=("on", "off"),
     )
+    compile: bool = flag(False, "Trace each layer with torch.compile between its operations.")
     require_native: bool = flag(False, "Fail instead of warning without the native helpers.")
     debug_dump: str | None = flag(None, "Directory for each step's logical gradients.")
     debug_dump_weights: bool = flag(False, "Add the updated weights to --debug-dump.")

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.microbatch import MicrobatchContext
-from megatron_lite.model.parts import StageParts
-from megatron_lite.ops.attention import causal_attention
-from megatron_lite.ops.recompute import recompute
+from megatron_lite.model.parts import LayerParts
 from megatron_lite.ops.rotary import apply_rotary
-from megatron_lite.tensor.linear import column_parallel_linear, row_parallel_linear
 
 
 @dataclass
@@ -37,8 +34,7 @@ class KeyValueCache:
 
 
 def self_attention(
-    parts: StageParts,
-    layer: int,
+    layer: LayerParts,
     x: Tensor,
     rotary: tuple[Tensor, Tensor] | None,
     mb: MicrobatchContext,
@@ -47,8 +43,7 @@ def self_attention(
     """Attention of one layer without the projection's bias.
 
     Args:
-        parts: shape, groups, parameters.
-        layer: global layer index.
+        layer: parameters and what uses them.
         x: [s_local, b, h], normed.
         rotary: tables of `mb.full_positions`, or None.
         mb: the microbatch.
@@ -59,40 +54,17 @@ def self_attention(
 
     Comm: that of one column- and one row-parallel linear.
     """
-    shape, prefix = parts.shape, f"decoder.layers.{layer}.self_attention"
-    d, tp = shape.kv_channels, parts.tp_group.size
+    shape, tp = layer.stage.shape, layer.stage.tp_group.size
+    d = shape.kv_channels
     n, g = shape.num_attention_heads // tp, max(shape.num_query_groups // tp, 1)
-    qkv = column_parallel_linear(
-        x,
-        parts.params[f"{prefix}.linear_qkv.weight"],
-        parts.params.get(f"{prefix}.linear_qkv.bias"),
-        parts.tp_group,
-        parts.sequence_parallel,
-        mb,
-    )
+    qkv = layer.column_linear("self_attention.linear_qkv", x, mb)
     q, k, v = (t.unflatten(-1, (-1, d)) for t in qkv.split((n * d, g * d, g * d), dim=-1))
     if shape.qk_norm:
-        q = parts.norm(f"{prefix}.q_layernorm", q, mb)
-        k = parts.norm(f"{prefix}.k_layernorm", k, mb)
+        q = layer.norm("self_attention.q_layernorm", q, mb)
+        k = layer.norm("self_attention.k_layernorm", k, mb)
     if rotary is not None and shape.rotary is not None:
         q = apply_rotary(q, rotary, shape.rotary.interleaved)
         k = apply_rotary(k, rotary, shape.rotary.interleaved)
     if cache is not None:
-        k, v = cache.extend(layer, k, v)
-    heads = torch.arange(n, device=x.device) + parts.tp_group.rank * n
-
-    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dropout = shape.attention_dropout
-        return causal_attention(q, k, v, heads, dropout, layer, mb, parts.fused_attention)
-
-    if parts.recompute == "selective" and mb.wgrads is not None:
-        mixed = recompute(core, q, k, v)
-    else:
-        mixed = core(q, k, v)
-    return row_parallel_linear(
-        mixed,
-        parts.params[f"{prefix}.linear_proj.weight"],
-        parts.tp_group,
-        parts.sequence_parallel,
-        mb,
-    )
+        k, v = cache.extend(layer.index, k, v)
+    return layer.row_linear("self_attention.linear_proj", layer.attend(q, k, v, mb), mb)

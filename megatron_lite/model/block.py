@@ -7,13 +7,11 @@ from torch import Tensor
 from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.model.attention import KeyValueCache, self_attention
 from megatron_lite.model.mlp import mlp
-from megatron_lite.model.parts import StageParts
-from megatron_lite.ops.dropout import bias_dropout_residual
+from megatron_lite.model.parts import LayerParts
 
 
 def transformer_layer(
-    parts: StageParts,
-    layer: int,
+    layer: LayerParts,
     x: Tensor,
     rotary: tuple[Tensor, Tensor] | None,
     mb: MicrobatchContext,
@@ -22,31 +20,13 @@ def transformer_layer(
     """Run one layer; [s_local, b, h] -> [s_local, b, h].
 
     Args:
-        parts: shape, groups, parameters.
-        layer: global layer index.
+        layer: parameters and what uses them.
         x: hidden states.
         rotary: tables of the full sequence's positions, or None.
         mb: the microbatch.
         cache: earlier keys and values (sampling).
     """
-    prefix, dropout = f"decoder.layers.{layer}", parts.shape.hidden_dropout
-    normed = parts.norm(f"{prefix}.input_layernorm", x, mb)
-    x = bias_dropout_residual(
-        self_attention(parts, layer, normed, rotary, mb, cache),
-        parts.params.get(f"{prefix}.self_attention.linear_proj.bias"),
-        x,
-        dropout,
-        "attention_output_dropout",
-        layer,
-        mb,
-    )
-    normed = parts.norm(f"{prefix}.pre_mlp_layernorm", x, mb)
-    return bias_dropout_residual(
-        mlp(parts, layer, normed, mb),
-        parts.params.get(f"{prefix}.mlp.linear_fc2.bias"),
-        x,
-        dropout,
-        "mlp_output_dropout",
-        layer,
-        mb,
-    )
+    mixed = self_attention(layer, layer.norm("input_layernorm", x, mb), rotary, mb, cache)
+    x = layer.add("self_attention.linear_proj", mixed, x, "attention_output_dropout", mb)
+    inner = mlp(layer, layer.norm("pre_mlp_layernorm", x, mb), mb)
+    return layer.add("mlp.linear_fc2", inner, x, "mlp_output_dropout", mb)

@@ -18,7 +18,8 @@ from megatron_lite.mesh.groups import Groups
 from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.model.attention import KeyValueCache
 from megatron_lite.model.block import transformer_layer
-from megatron_lite.model.parts import StageParts
+from megatron_lite.model.compile import compile_layer
+from megatron_lite.model.parts import LayerParts, StageParts
 from megatron_lite.ops.dropout import bias_dropout_residual
 from megatron_lite.ops.norm import accumulation_dtype
 from megatron_lite.ops.recompute import recompute
@@ -45,12 +46,14 @@ class StageOptions:
         recompute_layers: layers per group (uniform) or recomputed layers (block).
         fused_attention: use torch's fused attention where there is no dropout.
         loss_chunks: most chunks of the cross-entropy.
+        compile_layers: trace layers with torch.compile.
     """
 
     recompute_method: str = "uniform"
     recompute_layers: int = 1
     fused_attention: bool = True
     loss_chunks: int = 8
+    compile_layers: bool = False
 
 
 def _register(root: nn.Module, dotted: str, param: nn.Parameter) -> None:
@@ -102,6 +105,10 @@ class GPTStage(nn.Module):
             fused_attention=self.options.fused_attention,
             recompute=plan.recompute,
         )
+        self.layers = [LayerParts(self.parts, i) for i in range(plan.model.num_layers)]
+        self._run_layer = transformer_layer
+        if self.options.compile_layers:
+            self._run_layer = compile_layer(self.layers)
         table = next(spec for spec in specs if spec.name == WORD_EMBEDDING)
         box = local_box(table, coordinate, plan.parallel)
         self.vocab_range = (box.offset[0], box.shape[0])
@@ -180,7 +187,7 @@ class GPTStage(nn.Module):
 
             def run(x: Tensor, group: range = group) -> Tensor:
                 for layer in group:
-                    x = transformer_layer(self.parts, layer, x, rotary, mb, cache)
+                    x = self._run_layer(self.layers[layer], x, rotary, mb, cache)
                     self._keep(f"layers.{layer}", x, mb)
                 return x
 

@@ -1,7 +1,9 @@
-"""What every part of a stage is built from: shape, groups, parameters, norms.
+"""What every part of a stage is built from: shape, groups, parameters, and what uses them.
 
 `StageParts` is handed down instead of a configuration: resolved numbers, the groups, and a
-way to reach this rank's physical parameters by name. Parts hold no tensors of their own.
+way to reach this rank's physical parameters by name. `LayerParts` is one layer's view of it:
+everything that owns a parameter or communicates is a method there, so that a layer's own code
+is arithmetic on tensors, which torch.compile may trace. Parts hold no tensors of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ from torch import Tensor, nn
 from megatron_lite.config.plan import ModelShape
 from megatron_lite.mesh.groups import Group
 from megatron_lite.microbatch import MicrobatchContext
+from megatron_lite.ops.attention import causal_attention
+from megatron_lite.ops.dropout import bias_dropout_residual
 from megatron_lite.ops.norm import layer_norm, rms_norm
+from megatron_lite.ops.recompute import recompute
+from megatron_lite.tensor.linear import column_parallel_linear, row_parallel_linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +32,7 @@ class StageParts:
         tp_group: the tensor-parallel group.
         sequence_parallel: activations outside tensor regions are slices of the sequence.
         params: this rank's physical parameters by name.
-        fused_attention: use torch's fused attention kernel.
+        fused_attention: never materialise attention probabilities where a kernel can avoid it.
         recompute: "none", "selective" (the attention core) or "full" (whole layers).
     """
 
@@ -47,3 +53,66 @@ class StageParts:
         if self.shape.normalization == "RMSNorm":
             return rms_norm(x, weight, eps, plus, mb)
         return layer_norm(x, weight, self.params[f"{name}.bias"], eps, plus, mb)
+
+
+class LayerParts:
+    """One layer's parameters, by their names inside the layer, and what uses them.
+
+    Args:
+        stage: what the stage shares.
+        index: global number of the layer.
+    """
+
+    def __init__(self, stage: StageParts, index: int) -> None:
+        self.stage = stage
+        self.index = index
+        self.prefix = f"decoder.layers.{index}"
+
+    def norm(self, name: str, x: Tensor, mb: MicrobatchContext) -> Tensor:
+        """Norm over the last dim."""
+        return self.stage.norm(f"{self.prefix}.{name}", x, mb)
+
+    def column_linear(self, name: str, x: Tensor, mb: MicrobatchContext) -> Tensor:
+        """Open a tensor region, bias included; see `column_parallel_linear`."""
+        weight, bias, stage = *self._linear(name), self.stage
+        return column_parallel_linear(x, weight, bias, stage.tp_group, stage.sequence_parallel, mb)
+
+    def row_linear(self, name: str, x: Tensor, mb: MicrobatchContext) -> Tensor:
+        """Close a tensor region; `add` adds the bias. See `row_parallel_linear`."""
+        weight, stage = self._linear(name)[0], self.stage
+        return row_parallel_linear(x, weight, stage.tp_group, stage.sequence_parallel, mb)
+
+    def add(
+        self, name: str, x: Tensor, residual: Tensor, purpose: str, mb: MicrobatchContext
+    ) -> Tensor:
+        """dropout(x + bias of the row-parallel linear NAME) + residual."""
+        bias, dropout = self._linear(name)[1], self.stage.shape.hidden_dropout
+        return bias_dropout_residual(x, bias, residual, dropout, purpose, self.index, mb)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mb: MicrobatchContext) -> Tensor:
+        """The attention core, recomputed in the backward pass where that is asked for.
+
+        Args:
+            q: [s_q, b, n, d], this rank's query heads.
+            k: [s_k, b, g, d].
+            v: like k.
+
+        Returns:
+            [s_q, b, n * d].
+        """
+        stage, heads = self.stage, q.shape[2]
+        first_head = stage.tp_group.rank * heads
+        dropout = stage.shape.attention_dropout
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return causal_attention(
+                q, k, v, first_head, dropout, self.index, mb, stage.fused_attention
+            )
+
+        if stage.recompute == "selective" and mb.wgrads is not None:
+            return recompute(core, q, k, v)
+        return core(q, k, v)
+
+    def _linear(self, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
+        params = self.stage.params
+        return params[f"{self.prefix}.{name}.weight"], params.get(f"{self.prefix}.{name}.bias")

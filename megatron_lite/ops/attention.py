@@ -245,9 +245,10 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def attention_mask(
-    heads: Tensor, s: int, probability: float, layer: int, mb: MicrobatchContext
+    first_head: int, n: int, s: int, probability: float, layer: int, mb: MicrobatchContext
 ) -> Tensor:
-    """[b, n, s, s] bool: kept attention probabilities of the heads with these logical numbers."""
+    """[b, n, s, s] bool: kept attention probabilities of the n heads from `first_head` on."""
+    heads = torch.arange(n, device=mb.full_positions.device) + first_head
     rows = heads[:, None] * s + mb.full_positions[None, :]  # (head * s + query)
     rows = rows.unsqueeze(0).expand(mb.sample_ids.numel(), -1, -1)
     c2 = (mb.sample_ids & 0xFFFFFFFF).view(-1, 1, 1).expand_as(rows)
@@ -278,7 +279,7 @@ def _signed(word: int) -> int:
 
 
 def _causal_options(
-    q: Tensor, heads: Tensor, probability: float, layer: int, mb: MicrobatchContext
+    q: Tensor, first_head: int, probability: float, layer: int, mb: MicrobatchContext
 ) -> Options:
     base = Options(True, 0, -1, 1.0 / math.sqrt(q.shape[3]))
     if probability == 0.0:
@@ -286,7 +287,7 @@ def _causal_options(
     # In training this rank's heads follow each other and the positions are the whole sequence.
     decisions = (
         *(_signed(mb.seed), decision_counter("attention_dropout", layer, mb.step)),
-        *(q.shape[0], int(heads[0]), 0, 0),
+        *(q.shape[0], first_head, 0, 0),
     )
     samples = (mb.sample_ids & 0xFFFFFFFF).to(torch.int32)
     return Options(
@@ -309,7 +310,7 @@ def causal_attention(
     q_sbnd: Tensor,
     k_sbgd: Tensor,
     v_sbgd: Tensor,
-    heads: Tensor,
+    first_head: int,
     probability: float,
     layer: int,
     mb: MicrobatchContext,
@@ -322,7 +323,8 @@ def causal_attention(
         k_sbgd: [s_k, b, g, d], its KV heads; n divides by g, head i reads KV head i // (n/g).
             With s_k > s_q (cached keys) the queries are the last positions.
         v_sbgd: like k.
-        heads: [n] int64 logical numbers of the query heads (dropout).
+        first_head: logical number of the first of the query heads, which follow each other
+            (dropout).
         probability: of dropping a probability; off outside training.
         layer: global layer index (dropout).
         mb: positions, sample ids, step.
@@ -333,7 +335,7 @@ def causal_attention(
     """
     dropping = probability > 0.0 and mb.training
     if fused and mb.native and _native_serves(q_sbnd, v_sbgd):
-        options = _causal_options(q_sbnd, heads, probability if dropping else 0.0, layer, mb)
+        options = _causal_options(q_sbnd, first_head, probability if dropping else 0.0, layer, mb)
         return attend(q_sbnd, k_sbgd, v_sbgd, options)[0].flatten(2)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbnd, k_sbgd, v_sbgd))
     if fused and not dropping and q.shape[2] == k.shape[2]:
@@ -341,6 +343,9 @@ def causal_attention(
             q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
     else:
-        keep = attention_mask(heads, q.shape[2], probability, layer, mb) if dropping else None
+        keep = None
+        if dropping:
+            n, s = q.shape[1:3]
+            keep = attention_mask(first_head, n, s, probability, layer, mb)
         out = _explicit(q, k, v, keep, probability)
     return out.permute(2, 0, 1, 3).flatten(2)

@@ -237,6 +237,7 @@ def build_stage(
         recompute_method=config.recompute_method or "uniform",
         recompute_layers=config.recompute_num_layers or 1,
         loss_chunks=config.loss_chunks,
+        compile_layers=config.compile,
     )
     return GPTStage(plan, specs, groups, coordinate, device, options)
 

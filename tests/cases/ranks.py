@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.mesh.launch import RunStatus
-from megatron_lite.model import gpt
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.step import StepReport, TrainStep
@@ -87,7 +86,7 @@ def residual_hashes(argv: Sequence[str], rank: int, world_size: int) -> tuple[li
     hashes: list[str] = []
 
     def use(parts: Parts, state: TrainState, status: RunStatus) -> Any:
-        with _watched_layers(lambda layer, x, out: hashes.append(_digest(out))):
+        with _watched_layers(parts, lambda layer, x, out: hashes.append(_digest(out))):
             return hashes, TrainStep(parts, state).run().lm_loss
 
     found: tuple[list[str], float] = build_and(use, argv, rank, world_size)
@@ -108,7 +107,7 @@ def input_gradients(argv: Sequence[str], rank: int, world_size: int) -> dict[int
         x.register_hook(keep)
 
     def use(parts: Parts, state: TrainState, status: RunStatus) -> Any:
-        with _watched_layers(watch):
+        with _watched_layers(parts, watch):
             TrainStep(parts, state).run()
         return {layer: (parts.positions.tolist(), grad) for layer, grad in gradients.items()}
 
@@ -160,15 +159,15 @@ def program_that_lost_a_layer(argv: Sequence[str]) -> int:
 
 
 @contextmanager
-def _watched_layers(watch: Any) -> Iterator[None]:
-    original = gpt.transformer_layer
+def _watched_layers(parts: Parts, watch: Any) -> Iterator[None]:
+    original = parts.stage._run_layer
 
-    def watched(parts: Any, layer: int, x: Tensor, *args: Any) -> Tensor:
-        out = original(parts, layer, x, *args)
-        watch(layer, x, out)
+    def watched(layer: Any, x: Tensor, *args: Any) -> Tensor:
+        out = original(layer, x, *args)
+        watch(layer.index, x, out)
         return out
 
-    with patch.object(gpt, "transformer_layer", watched):
+    with patch.object(parts.stage, "_run_layer", watched):
         yield
 
 

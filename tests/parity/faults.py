@@ -20,7 +20,7 @@ from megatron_lite.data import loader
 from megatron_lite.mesh import collectives
 from megatron_lite.mesh.collectives import CompletedWork
 from megatron_lite.mesh.groups import Group
-from megatron_lite.model import gpt
+from megatron_lite.model import gpt, parts
 from megatron_lite.ops import attention, dropout
 from megatron_lite.ops.recompute import _Recompute
 from megatron_lite.optim import optimizer
@@ -117,23 +117,28 @@ def position_rows_by_local_index() -> Iterator[None]:
 
 @contextmanager
 def dropout_by_local_position() -> Iterator[None]:
-    original = dropout.hidden_mask
+    original = dropout.bias_dropout_residual
 
-    def planted(positions: Tensor, *args: Any) -> Tensor:
-        return original(positions - positions[0], *args)
+    def planted(*args: Any) -> Tensor:
+        *others, mb = args
+        local = dataclasses.replace(mb, positions=mb.positions - mb.positions[0])
+        return original(*others, local)
 
-    with patch.object(dropout, "hidden_mask", planted):
+    with (
+        patch.object(gpt, "bias_dropout_residual", planted),
+        patch.object(parts, "bias_dropout_residual", planted),
+    ):
         yield
 
 
 @contextmanager
 def attention_mask_by_local_head() -> Iterator[None]:
-    original = attention.attention_mask
+    original = attention.causal_attention
 
-    def planted(heads: Tensor, *args: Any) -> Tensor:
-        return original(heads - heads[0], *args)
+    def planted(q: Tensor, k: Tensor, v: Tensor, first_head: int, *args: Any) -> Tensor:
+        return original(q, k, v, 0, *args)
 
-    with patch.object(attention, "attention_mask", planted):
+    with patch.object(parts, "causal_attention", planted):
         yield
 
 
@@ -330,7 +335,7 @@ def samples_ordered_by_rank() -> Iterator[None]:
 
 @contextmanager
 def last_microbatch_overwrites() -> Iterator[None]:
-    def planted(grad: Tensor, x: Tensor) -> Callable[[Tensor], None]:
+    def planted(grad: Tensor, x: Tensor, native: bool) -> Callable[[Tensor], None]:
         rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
 
         def overwrite(main: Tensor) -> None:
