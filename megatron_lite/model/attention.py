@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.model.parts import LayerParts
-from megatron_lite.ops.rotary import apply_rotary
+from megatron_lite.ops.rotary import apply_rotary_pair
 
 
 @dataclass
@@ -63,8 +63,7 @@ def self_attention(
         q = layer.norm("self_attention.q_layernorm", q, mb)
         k = layer.norm("self_attention.k_layernorm", k, mb)
     if rotary is not None and shape.rotary is not None:
-        q = apply_rotary(q, rotary, shape.rotary.interleaved)
-        k = apply_rotary(k, rotary, shape.rotary.interleaved)
+        q, k = apply_rotary_pair(q, k, rotary, shape.rotary.interleaved, mb.native)
     if cache is not None:
         k, v = cache.extend(layer.index, k, v)
     return layer.row_linear("self_attention.linear_proj", layer.attend(q, k, v, mb), mb)
