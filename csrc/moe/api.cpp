@@ -280,9 +280,9 @@ std::tuple<Tensor, Tensor> moe_combine_backward_op(Tensor grad, Tensor packed, M
   run_rows(sizes.tokens, sizes.h * sizes.k,
            [&](int64_t first, int64_t last) { moe_combine_backward(call, first, last); });
   const auto row_bytes = static_cast<size_t>(sizes.h) * packed.element_size();
-  char* rows = static_cast<char*>(d_packed.mutable_data_ptr());
-  for (int64_t row = 0; row < sizes.rows; ++row)
-    if (ints(source)[row] < 0) std::memset(rows + row * static_cast<int64_t>(row_bytes), 0, row_bytes);
+  char* row = static_cast<char*>(d_packed.mutable_data_ptr());
+  for (int64_t i = 0; i < sizes.rows; ++i, row += row_bytes)
+    if (ints(source)[i] < 0) std::memset(row, 0, row_bytes);
   return {d_packed, d_probs};
 }
 

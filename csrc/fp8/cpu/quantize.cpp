@@ -5,9 +5,9 @@
 //
 // A tile is read twice from the caches: for its maxima, then for its codes, which are collected
 // in a tile of bytes and leave as rows and, transposed in blocks of 8 x 8 bytes, as columns.
-// About 1 ns per element and output with AVX-512. Bits depend on x alone, with stochastic
-// rounding also on the seed and each element's logical position; equal to the CUDA kernel's.
-// No sums: the same for any number of threads.
+// About 0.6 to 1.3 ns per element, 1 to 2 ns with the transposed output (AVX-512). Bits depend on
+// x alone, with stochastic rounding also on the seed and each element's logical position; equal
+// to the CUDA kernel's. No sums: the same for any number of threads.
 #include "fp8/cpu/rounding.h"
 
 namespace ml {
@@ -121,11 +121,11 @@ ML_INLINE void scale_mx(const Fp8Quantize& c, const Tile& t, const Maxima& maxim
   const int64_t per_row = (c.cols + kGroup - 1) / kGroup;
   const int64_t per_col = (c.rows + kGroup - 1) / kGroup;
   for (int64_t i = 0; i < t.height; ++i) {
-    uint8_t* bytes = static_cast<uint8_t*>(c.scale_inv) + (t.row + i) * per_row + t.col / kGroup;
+    const int64_t first = (t.row + i) * per_row + t.col / kGroup;
     for (int64_t group = 0; group * kGroup < t.width; ++group) {
       const uint8_t byte = e8m0_from_amax<E5m2>(maxima.rows[i][group]);
       factors.rows[i][group] = factor_from_e8m0(byte);
-      if (c.rowwise) bytes[group] = byte;
+      if (c.rowwise) static_cast<uint8_t*>(c.scale_inv)[first + group] = byte;
     }
   }
   if (!c.transposed) return;
@@ -149,6 +149,9 @@ template <class T, bool E5m2, bool Stochastic>
 void encode_tile(const Fp8Quantize& c, const Tile& t, const Factors& factors, Bytes* by_row,
                  Bytes* by_column) {
   for_each_row<T>(c, t, [&](int64_t i, const T* x) {
+    // The next tile's row: rows lie on pages of their own, where the processor does not look ahead.
+    for (int64_t j = 0; j < kTile; j += 64 / static_cast<int64_t>(sizeof(T)))
+      __builtin_prefetch(x + kTile + j);
     uint32_t room[kWordRoom];
     const uint32_t* words = nullptr;
     if constexpr (Stochastic) {

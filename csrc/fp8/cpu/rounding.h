@@ -12,6 +12,7 @@
 #pragma once
 
 #include "cpu/vector.h"
+#include "dropout/cpu/philox.h"
 #include "fp8/cpu/fp8.h"
 
 namespace ml {
@@ -170,38 +171,16 @@ ML_INLINE float value_of_e8m0(uint32_t byte) {
 }
 
 // ---- random words ----------------------------------------------------------------------
-// Words of elements [element, element + n), n <= 128: word e mod 4 of the Philox4x32-10 block
-// with counter (e div 4, c2, c3). `out` has room for kWordRoom words; returns where they start.
-constexpr int kPhiloxLanes = 16, kWordRoom = 3 * 4 * kPhiloxLanes;
+// Words of elements [element, element + n), n <= 128: word e mod 4 of the block with counter
+// (e div 4, c2, c3). `out` has room for kWordRoom words; returns where they start.
+constexpr int64_t kWordRoom = 4 * (33 + kBlocks - 1);
 
 ML_INLINE const uint32_t* random_words(uint64_t element, int64_t n, const Fp8Quantize& call,
                                        uint32_t* out) {
   const auto skip = static_cast<int64_t>(element % 4);
-  for (int64_t done = 0; done < skip + n; done += 4 * kPhiloxLanes) {
-    uint32_t w[4][kPhiloxLanes];
-    for (int i = 0; i < kPhiloxLanes; ++i) {
-      const uint64_t block = element / 4 + static_cast<uint64_t>(done / 4 + i);
-      w[0][i] = static_cast<uint32_t>(block);
-      w[1][i] = static_cast<uint32_t>(block >> 32);
-      w[2][i] = call.c2;
-      w[3][i] = call.c3;
-    }
-    uint32_t key0 = static_cast<uint32_t>(call.seed), key1 = static_cast<uint32_t>(call.seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-      for (int i = 0; i < kPhiloxLanes; ++i) {
-        const uint64_t p0 = static_cast<uint64_t>(w[0][i]) * 0xD2511F53u;
-        const uint64_t p1 = static_cast<uint64_t>(w[2][i]) * 0xCD9E8D57u;
-        w[0][i] = static_cast<uint32_t>(p1 >> 32) ^ w[1][i] ^ key0;
-        w[1][i] = static_cast<uint32_t>(p1);
-        w[2][i] = static_cast<uint32_t>(p0 >> 32) ^ w[3][i] ^ key1;
-        w[3][i] = static_cast<uint32_t>(p0);
-      }
-      key0 += 0x9E3779B9u;
-      key1 += 0xBB67AE85u;
-    }
-    for (int i = 0; i < kPhiloxLanes; ++i)
-      for (int j = 0; j < 4; ++j) out[done + 4 * i + j] = w[j][i];
-  }
+  const PhiloxStream stream{static_cast<uint32_t>(call.seed),
+                            static_cast<uint32_t>(call.seed >> 32), call.c2, call.c3};
+  philox_words(stream, element / 4, (skip + n + 3) / 4, out);
   return out + skip;
 }
 

@@ -33,8 +33,9 @@ ML_INLINE void for_each_block(const W* weight, void* copy, DType copied, int64_t
     update(begin, count);
     if constexpr (std::is_same_v<W, float>) {
       if (copy == nullptr) continue;
-      if (copied == DType::bf16) round_block(weight + begin, static_cast<Bf16*>(copy) + begin, count);
-      else round_block(weight + begin, static_cast<Fp16*>(copy) + begin, count);
+      const W* from = weight + begin;
+      if (copied == DType::bf16) round_block(from, static_cast<Bf16*>(copy) + begin, count);
+      else round_block(from, static_cast<Fp16*>(copy) + begin, count);
     }
   }
 }
