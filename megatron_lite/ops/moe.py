@@ -224,3 +224,58 @@ moe_gather = define_operation(
     backward=_gather_rule,
     setup_context=_keep_for_gather,
 )
+
+
+# ---- faces -----------------------------------------------------------------------------
+def route(
+    ids: Tensor, experts: int, align: int, rows: int, native: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Expert-major order of a routing map: counts, offsets, row_of, source (see the module).
+
+    Args:
+        ids: [t, k] int32.
+        experts: number of experts.
+        align: rows of an expert start at multiples of it.
+        rows: at least `route_capacity(t * k, experts, align)`; the rest is padding.
+        native: by the operation, not its reference.
+    """
+    run = moe_route if native else _route_reference
+    return run(ids, experts, align, rows)  # type: ignore[no-any-return]
+
+
+def gather(
+    x: Tensor, probs: Tensor | None, source: Tensor, row_of: Tensor, native: bool
+) -> tuple[Tensor, Tensor]:
+    """Rows in expert-major order, padding 0, and their probabilities (empty without probs).
+
+    Args:
+        x: [t, h], any dtype; rows at any stride.
+        probs: [t, k] fp32 (fp64).
+        source: of `route`.
+        row_of: of `route`.
+        native: by the operation, not its reference.
+
+    Returns:
+        [rows, h] and [rows]; both differentiable, the backward of rows is `combine`.
+    """
+    run = moe_gather if native else _gather_reference
+    return run(x, probs, source, row_of)  # type: ignore[no-any-return]
+
+
+def combine(
+    packed: Tensor, probs: Tensor | None, row_of: Tensor, source: Tensor, native: bool
+) -> Tensor:
+    """Sum of each token's rows, weighted by its probabilities, in the accumulation dtype.
+
+    Args:
+        packed: [rows, h]; padding rows are not read.
+        probs: [t, k] in the accumulation dtype; None: weights of 1.
+        row_of: of `route`.
+        source: of `route`.
+        native: by the operation, not its reference.
+
+    Returns:
+        [t, h] in packed's dtype, differentiable in packed and probs; padding rows get 0.
+    """
+    run = moe_combine if native else _combine_reference
+    return run(packed, probs, row_of, source)  # type: ignore[no-any-return]

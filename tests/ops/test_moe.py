@@ -15,6 +15,8 @@ from megatron_lite.ops.moe import (
     _combine_reference,
     _gather_reference,
     _route_reference,
+    combine,
+    gather,
     moe_combine,
     moe_combine_backward,
     moe_gather,
@@ -22,6 +24,7 @@ from megatron_lite.ops.moe import (
     moe_scatter_probs,
     moe_splits,
     received_ids,
+    route,
     route_capacity,
 )
 from tests.kernels import moe_routes
@@ -254,15 +257,15 @@ def test_autograd_and_fake_rules(native: Native, weighted: bool) -> None:
     probs = torch.rand(6, 2, dtype=torch.float64).requires_grad_() if weighted else None
     leaves = [probs] if probs is not None else []
 
-    def gather(x: Tensor, *probs: Tensor) -> Any:
+    def packed_rows(x: Tensor, *probs: Tensor) -> Any:
         rows, packed_probs = moe_gather(x, probs[0] if probs else None, source, row_of)
         return (rows, packed_probs) if probs else rows
 
-    def combine(packed: Tensor, *probs: Tensor) -> Any:
+    def sums(packed: Tensor, *probs: Tensor) -> Any:
         return moe_combine(packed, probs[0] if probs else None, row_of, source)
 
-    assert torch.autograd.gradcheck(gather, [x, *leaves])
-    assert torch.autograd.gradcheck(combine, [packed, *leaves])
+    assert torch.autograd.gradcheck(packed_rows, [x, *leaves])
+    assert torch.autograd.gradcheck(sums, [packed, *leaves])
     torch.library.opcheck(moe_gather, (x, probs, source, row_of))
     torch.library.opcheck(moe_combine, (packed, probs, row_of, source))
     inner = None if probs is None else probs.detach()
@@ -272,6 +275,21 @@ def test_autograd_and_fake_rules(native: Native, weighted: bool) -> None:
     torch.library.opcheck(moe_scatter_probs, (torch.rand(len(source)), row_of))
     torch.library.opcheck(moe_splits, (torch.arange(6), 3))
     torch.library.opcheck(moe_route, (drawn_ids(6, 3, 2, 0.2), 3, 4, 40))
+
+
+def test_native_and_reference_give_the_same_gradients(native: Native) -> None:
+    ids, probs = drawn_ids(40, 6, 3, 0.2), torch.rand(40, 3)
+    results = []
+    for choice in (True, False):
+        x = drawn(40, 33, dtype=torch.float32, seed=1).requires_grad_()
+        weights = probs.clone().requires_grad_()
+        _, _, row_of, source = route(ids, 6, 4, route_capacity(120, 6, 4), choice)
+        rows, row_probs = gather(x, weights, source, row_of, choice)
+        out = combine(rows.tanh() * row_probs.unsqueeze(1), weights, row_of, source, choice)
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad, weights.grad))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_bad_input_is_refused_with_its_name(native: Native) -> None:
