@@ -1,9 +1,10 @@
 // Activations of the MLP, plain and gated, and their gradients from the saved input.
 //
 //   x      [t, f] or, gated, [t, 2f] (gate before up)  T, rows at any stride
-//   out    [t, f]  T:  act(x)  or  act(gate) * up
+//   out    [t, f]  T:  act(x)  or  act(min(gate, limit)) * clamp(up, -limit, limit)
 //   grad   [t, f]  T, gradient of out;  grad_x like x
 //   kind   0 gelu (erf), 1 gelu_tanh, 2 silu, 3 squared_relu
+//   limit  positive, infinity: none; where gate or up is beyond it its gradient is 0
 //
 // Arithmetic is fp32, each result is rounded once. A block is 32 vectors wide and 4 rows high
 // and strides over rows. Memory-bound, traffic in elements of T: forward 2 * t * f (gated
@@ -60,7 +61,14 @@ struct ActivationArguments {
   T *out, *grad_x;
   int64_t x_stride, out_stride, grad_x_stride, t, f;  // grad's rows are out_stride apart
   Kind kind;
+  float limit;
 };
+
+// Not fminf, fmaxf: they would hide a NaN.
+__device__ inline float below(float x, float limit) { return x > limit ? limit : x; }
+__device__ inline float within(float x, float limit) {
+  return x < -limit ? -limit : below(x, limit);
+}
 
 template <class T, bool Gated, int N>
 __global__ void __launch_bounds__(128) activate(ActivationArguments<T> a) {
@@ -74,8 +82,10 @@ __global__ void __launch_bounds__(128) activate(ActivationArguments<T> a) {
     if constexpr (Gated) load_elements<N>(x + a.f, up);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const float value = activation(a.kind, gate[j]).value;
-      gate[j] = Gated ? value * up[j] : value;
+      if constexpr (Gated)
+        gate[j] = activation(a.kind, below(gate[j], a.limit)).value * within(up[j], a.limit);
+      else
+        gate[j] = activation(a.kind, gate[j]).value;
     }
     store_elements<N>(a.out + row * a.out_stride + i, gate);
   }
@@ -94,9 +104,14 @@ __global__ void __launch_bounds__(128) activate_backward(ActivationArguments<T> 
     load_elements<N>(a.grad + row * a.out_stride + i, grad);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const Point point = activation(a.kind, gate[j]);
-      gate[j] = Gated ? grad[j] * up[j] * point.slope : grad[j] * point.slope;
-      up[j] = grad[j] * point.value;
+      if constexpr (Gated) {
+        const Point point = activation(a.kind, below(gate[j], a.limit));
+        const float slope = gate[j] > a.limit ? 0.0f : point.slope;
+        gate[j] = grad[j] * within(up[j], a.limit) * slope;
+        up[j] = fabsf(up[j]) > a.limit ? 0.0f : grad[j] * point.value;
+      } else {
+        gate[j] = grad[j] * activation(a.kind, gate[j]).slope;
+      }
     }
     T* grad_x = a.grad_x + row * a.grad_x_stride + i;
     store_elements<N>(grad_x, gate);
@@ -121,36 +136,37 @@ int run(const ActivationArguments<T>& a, void* stream) {
                 : ML_LAUNCH((activate<T, Gated, 1>), grid, block, 0, stream, a);
 }
 
-bool legal(int64_t kind, int64_t t, int64_t f) {
-  return kind >= 0 && kind <= static_cast<int64_t>(Kind::squared_relu) && t >= 0 && f >= 0;
+bool legal(int64_t kind, float limit, int64_t t, int64_t f) {
+  return kind >= 0 && kind <= static_cast<int64_t>(Kind::squared_relu) && limit > 0.0f &&
+         t >= 0 && f >= 0;
 }
 
 }  // namespace
 }  // namespace ml
 
-ML_EXPORT int launch_activation_forward(int64_t dtype, int64_t kind, int64_t gated, const void* x,
-                                        int64_t x_stride, void* out, int64_t out_stride,
-                                        int64_t t, int64_t f, void* stream) {
-  if (!ml::legal(kind, t, f)) return ml::kInvalidValue;
+ML_EXPORT int launch_activation_forward(int64_t dtype, int64_t kind, int64_t gated, float limit,
+                                        const void* x, int64_t x_stride, void* out,
+                                        int64_t out_stride, int64_t t, int64_t f, void* stream) {
+  if (!ml::legal(kind, limit, t, f)) return ml::kInvalidValue;
   return ml::with_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
     const ml::ActivationArguments<T> a{static_cast<const T*>(x), nullptr, static_cast<T*>(out),
                                        nullptr, x_stride, out_stride, 0, t, f,
-                                       static_cast<ml::Kind>(kind)};
+                                       static_cast<ml::Kind>(kind), limit};
     return gated != 0 ? ml::run<T, true, false>(a, stream) : ml::run<T, false, false>(a, stream);
   });
 }
 
 ML_EXPORT int launch_activation_backward(int64_t dtype, int64_t kind, int64_t gated,
-                                         const void* grad, int64_t grad_stride, const void* x,
+                                         float limit, const void* grad, int64_t grad_stride, const void* x,
                                          int64_t x_stride, void* grad_x, int64_t grad_x_stride,
                                          int64_t t, int64_t f, void* stream) {
-  if (!ml::legal(kind, t, f)) return ml::kInvalidValue;
+  if (!ml::legal(kind, limit, t, f)) return ml::kInvalidValue;
   return ml::with_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
     const ml::ActivationArguments<T> a{static_cast<const T*>(x), static_cast<const T*>(grad),
                                        nullptr, static_cast<T*>(grad_x), x_stride, grad_stride,
-                                       grad_x_stride, t, f, static_cast<ml::Kind>(kind)};
+                                       grad_x_stride, t, f, static_cast<ml::Kind>(kind), limit};
     return gated != 0 ? ml::run<T, true, true>(a, stream) : ml::run<T, false, true>(a, stream);
   });
 }

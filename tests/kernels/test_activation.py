@@ -1,7 +1,8 @@
 """Plain and gated activations against float64, over the whole range of their inputs.
 
 Bounds: the value of an activation has a slack of 1e-6 |x|, its slope one of 2e-6 (1 + |x|),
-times the factors it meets (up, grad); results are rounded once.
+times the factors it meets (up, grad); results are rounded once. Gradients beyond the limit
+of a clamped gate are exactly 0.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ class Case:
     def __init__(
         self, kernels: build.Kernels, kind: str = "silu", gated: bool = True, dtype: str = "bf16",
         t: int = 5, f: int = 64, pad: int = 0, offset: int = 0, spread: float = 2.0,
+        limit: float = math.inf,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(f)
+        self.limit = limit
         self.kernels, self.kind, self.gated, self.dtype, self.t, self.f = (
             kernels, kind, gated, dtype, t, f,
         )  # fmt: skip
@@ -73,14 +76,14 @@ class Case:
         self.out = empty(self.t, self.f, self.dtype, self.f + self.pad, self.offset)
         return getattr(self.kernels, run)(
             "launch_activation_forward", code(self.dtype), KINDS.index(self.kind), self.gated,
-            self.x, self.width + self.pad, self.out, self.f + self.pad, self.t, self.f,
+            self.limit, self.x, self.width + self.pad, self.out, self.f + self.pad, self.t, self.f,
         )  # fmt: skip
 
     def backward(self, run: str = "call") -> Any:
         self.grad_x = empty(self.t, self.width, self.dtype, self.width + self.pad, self.offset)
         return getattr(self.kernels, run)(
             "launch_activation_backward", code(self.dtype), KINDS.index(self.kind), self.gated,
-            self.grad, self.f + self.pad, self.x, self.width + self.pad, self.grad_x,
+            self.limit, self.grad, self.f + self.pad, self.x, self.width + self.pad, self.grad_x,
             self.width + self.pad, self.t, self.f,
         )  # fmt: skip
 
@@ -89,13 +92,19 @@ class Case:
         self.backward()
         x, grad = wide(self.x), wide(self.grad)
         gate, up = (x[:, : self.f], x[:, self.f :]) if self.gated else (x, 1.0)
+        far_gate, far_up = gate > self.limit, np.abs(up) > self.limit
+        gate, up = np.minimum(gate, self.limit), np.clip(up, -self.limit, self.limit)
         value, slope = reference(self.kind, gate)
+        slope = np.where(far_gate, 0.0, slope)
         size = np.abs(value) if self.kind == "squared_relu" else np.abs(gate)
         check(self.out, value * up, self.dtype, 1e-6, size * np.abs(up))
         check(self.grad_x[:, : self.f], grad * up * slope, self.dtype, 2e-6,
               np.abs(grad * up) * (1 + np.abs(gate)))  # fmt: skip
         if self.gated:
-            check(self.grad_x[:, self.f :], grad * value, self.dtype, 1e-6, size * np.abs(grad))
+            want = np.where(far_up, 0.0, grad * value)
+            check(self.grad_x[:, self.f :], want, self.dtype, 1e-6, size * np.abs(grad))
+            assert (self.grad_x[:, : self.f][far_gate] == 0).all()
+            assert (self.grad_x[:, self.f :][far_up] == 0).all()
         return self
 
 
@@ -114,6 +123,19 @@ def test_activations_match_float64(
 ) -> None:
     Case(kernels, kind, gated, dtype, 6, 344).run()
     Case(kernels, kind, gated, dtype, 3, 77, spread=0.05).run()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_limit_clamps_gate_and_up_and_stops_their_gradients(
+    kernels: build.Kernels, kind: str, dtype: str
+) -> None:
+    for f in (344, 77):
+        case = Case(kernels, kind, True, dtype, 6, f, spread=6.0, limit=7.0)
+        case.x[0, [0, f]] = [7, -7]  # on the limit the gradient passes
+        case.run()
+        assert (case.grad_x[0, [0, f]] != 0).all()
+        assert (wide(case.x) > 7).any() and (wide(case.x) < -7).any()
 
 
 @pytest.mark.parametrize(
@@ -181,11 +203,12 @@ def test_rows_beyond_2_to_the_31_elements(kernels: build.Kernels) -> None:
     rows = np.lib.stride_tricks.as_strided(memory, (2, 2 * f), (2 * stride, 2))
     rows[...] = dense.x
     out = empty(2, f, "bf16")
-    kernels.call("launch_activation_forward", 1, 0, 1, rows, stride, out, f, 2, f)
+    kernels.call("launch_activation_forward", 1, 0, 1, math.inf, rows, stride, out, f, 2, f)
     np.testing.assert_array_equal(out, dense.out)
 
 
-def test_illegal_kinds_are_refused(kernels: build.Kernels) -> None:
+def test_illegal_kinds_and_limits_are_refused(kernels: build.Kernels) -> None:
     x = empty(1, 8, "bf16")
-    with pytest.raises(build.SimError, match="returned 1"):
-        kernels.call("launch_activation_forward", 1, 4, 0, x, 8, x, 8, 1, 8)
+    for kind, limit in ((4, math.inf), (-1, math.inf), (0, 0.0), (0, math.nan)):
+        with pytest.raises(build.SimError, match="returned 1"):
+            kernels.call("launch_activation_forward", 1, kind, 0, limit, x, 8, x, 8, 1, 8)
