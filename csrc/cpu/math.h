@@ -5,7 +5,7 @@
 //        normal number are 0.
 //        exp_falling: for softmax, x <= 0; half the instructions, relative error below
 //        2e-7 + 1e-7 |x|; below -87 it is 0.
-//        normal_of: share and density within 3e-7 + 1e-7 x^2 relative, also in the lower tail.
+//        normal_of: tail and density within 3e-7 + 1e-7 x^2 relative.
 // double: lane by lane through the C library; there for proofs, not for speed. root_of is
 //        correctly rounded in both.
 #pragma once
@@ -95,35 +95,33 @@ ML_INLINE Vector<float> reciprocal_of(Vector<float> x) {
 }
 ML_INLINE Vector<double> reciprocal_of(Vector<double> x) { return 1.0 / x; }
 
-// Of the standard normal distribution at x: the share below, (1 + erf(x / sqrt 2)) / 2, and the
-// density. The lower tail does not cancel.
+// Of the standard normal distribution: the share of the tail beyond |x|, (1 - erf(|x| / sqrt 2))
+// / 2 without cancellation, and the density.
 template <class A>
 struct Normal {
-  Vector<A> share, density;
+  Vector<A> tail, density;
 };
 
 ML_INLINE Normal<float> normal_of(Vector<float> x) {
   const Vector<float> e = exp_falling(x * x * -0.5f);
-  // Share of the tail beyond |x|, over e: polynomial in (|x| - 3) / (|x| + 3), over |x| + 3.
-  // Fitted to 5e-8 on [0, 14.5]; both tails are 0 beyond.
+  // The tail over e is a polynomial in r = 1 / (|x| + 3), without constant term. Fitted to 5e-8
+  // on [0, 14.5]; beyond e is 0.
   const Vector<float> r = reciprocal_of(minimum<float>(splat(15.0f), magnitude_of(x)) + 3.0f);
-  const Vector<float> u = 1.0f - 6.0f * r;
-  Vector<float> p = splat(-2.62989109614864e-4f);
-  p = p * u - 8.977504330687225e-4f;
-  p = p * u + 1.0747353080660105e-3f;
-  p = p * u + 6.9200037978589535e-3f;
-  p = p * u - 1.0480095632374287e-2f;
-  p = p * u - 4.725528508424759e-2f;
-  p = p * u + 2.3001940548419952e-1f;
-  p = p * u - 5.093322992324829e-1f;
-  p = p * u + 7.290836572647095e-1f;
-  const Vector<float> tail = p * r * e;
-  return {x < 0.0f ? tail : 1.0f - tail, e * 0.39894228040143268f};
+  Vector<float> p = splat(-441.7207f);
+  p = p * r + 840.2736f;
+  p = p * r - 586.61578f;
+  p = p * r + 157.16643f;
+  p = p * r - 12.428054f;
+  p = p * r + 9.6399879f;
+  p = p * r + 3.0411932f;
+  p = p * r + 1.2019171f;
+  p = p * r + 0.39886937f;
+  return {p * r * e, e * 0.39894228040143268f};
 }
 ML_INLINE Normal<double> normal_of(Vector<double> x) {
   Normal<double> out;
   for (int i = 0; i < kLanes<double>; ++i) {
-    out.share[i] = 0.5 * std::erfc(x[i] * -0.70710678118654752440);
+    out.tail[i] = 0.5 * std::erfc(std::fabs(x[i]) * 0.70710678118654752440);
     out.density[i] = 0.39894228040143267794 * std::exp(-0.5 * x[i] * x[i]);
   }
   return out;

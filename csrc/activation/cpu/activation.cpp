@@ -26,7 +26,9 @@ ML_INLINE Point<A> activation(Vector<A> x) {
   const Vector<A> one = splat<A>(1);
   if constexpr (kind == Activation::gelu) {
     const Normal<A> normal = normal_of(x);
-    return {x * normal.share, normal.share + x * normal.density};
+    const Vector<A> share = x < 0 ? normal.tail : one - normal.tail;
+    const Vector<A> near = minimum<A>(splat<A>(64), magnitude_of(x));  // the tail of 64 is 0
+    return {maximum<A>(Vector<A>{}, x) - near * normal.tail, share + x * normal.density};
   } else if constexpr (kind == Activation::gelu_tanh) {
     constexpr A kScale = A(0.79788456080286535588), kCubic = A(0.044715);
     const A far = A(15);  // the tails are 0 beyond; keeps the cube finite
