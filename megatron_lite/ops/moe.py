@@ -98,8 +98,10 @@ def _gather_reference(
     if row_of.numel() == 0:
         packed = x.new_zeros(source.shape[0], x.shape[1])
         return packed, none if probs is None else probs.new_zeros(source.shape[0])
-    bits = x.view(torch.uint8) if x.element_size() == 1 else x
-    packed = bits[kept // k].masked_fill(padding.unsqueeze(1), 0).view(x.dtype)
+    narrow = x.element_size() == 1  # float8 has no masked_fill
+    bits = x.view(torch.uint8) if narrow else x
+    packed = bits[kept // k].masked_fill(padding.unsqueeze(1), 0)
+    packed = packed.view(x.dtype) if narrow else packed
     if probs is None:
         return packed, none
     return packed, probs.flatten()[kept].masked_fill(padding, 0)
