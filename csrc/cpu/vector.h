@@ -132,12 +132,29 @@ ML_INLINE Vector<float> widen(Halves bits) {
   return reinterpret_cast<Vector<float>>(to_words(bits) << 16);
 }
 // Round to nearest even; the carry of the addition may run into the exponent, as it should.
+#if defined(__AVX512BW__)
+ML_INLINE Halves narrow(Vector<float> value) {
+  const __m512 number = reinterpret_cast<__m512>(value);
+  const __m512i bits = reinterpret_cast<__m512i>(value);
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  const __mmask16 nan = _mm512_cmp_ps_mask(number, number, _CMP_UNORD_Q);
+  __m512i sum = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  sum = _mm512_mask_add_epi32(sum, odd, sum, _mm512_set1_epi32(1));
+  sum = _mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x400000));
+  typedef int16_t Indices __attribute__((vector_size(64)));
+  const Indices upper = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+  const __m512i packed =
+      _mm512_maskz_permutexvar_epi16(0xffffffffu, reinterpret_cast<__m512i>(upper), sum);
+  return reinterpret_cast<Halves>(_mm512_castsi512_si256(packed));
+}
+#else
 ML_INLINE Halves narrow(Vector<float> value) {
   const Words bits = reinterpret_cast<Words>(value);
   const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const Words quiet = (bits >> 16) | 0x40u;
   return to_halves(value == value ? rounded : quiet);
 }
+#endif
 
 #if defined(__AVX512F__)
 ML_INLINE Vector<float> widen_fp16(Halves bits) {
