@@ -27,7 +27,8 @@ ML_INLINE Point<A> activation(Vector<A> x) {
   if constexpr (kind == Activation::gelu) {
     const Normal<A> normal = normal_of(x);
     const Vector<A> share = x < 0 ? normal.tail : one - normal.tail;
-    const Vector<A> near = minimum<A>(splat<A>(64), magnitude_of(x));  // the tail of 64 is 0
+    constexpr A kFar = sizeof(A) == 4 ? 15 : 40;  // the tail beyond is 0
+    const Vector<A> near = minimum<A>(splat(kFar), magnitude_of(x));
     return {maximum<A>(Vector<A>{}, x) - near * normal.tail, share + x * normal.density};
   } else if constexpr (kind == Activation::gelu_tanh) {
     constexpr A kScale = A(0.79788456080286535588), kCubic = A(0.044715);
