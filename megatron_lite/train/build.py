@@ -176,7 +176,7 @@ def build_core(
         stage=stage,
         buffers=buffers,
         gradients=MainGradients(buffers, groups, overlap=True),
-        optimizer=Optimizer(buffers, build_rule(config), groups),
+        optimizer=Optimizer(buffers, build_rule(config), groups, native),
         rates=build_schedule(config, batch),
         native=native,
         native_warning=warning,
