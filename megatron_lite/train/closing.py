@@ -27,7 +27,7 @@ class Closing:
 
     Attributes:
         grad_norm: of the logical gradient, before clipping.
-        non_finite: blocks of gradient elements with a non-finite one, over all ranks.
+        non_finite: non-finite gradient elements (native), or blocks that hold one, over all ranks.
         sums: what was summed over ranks for the log: undivided losses, counts.
         vote: summed wish to stop (resilience/signals.py).
         step_agrees: all ranks reduced the same step.
@@ -52,7 +52,7 @@ def reduce_closing(
 
     Args:
         squares: 0-dim fp64 sum of squares of this rank's share of the logical gradient,
-            and its count of non-finite blocks.
+            and its count of non-finite elements or blocks.
         sums: name -> 0-dim value to sum over ranks; 0 where a rank would repeat another's.
         step: zero-based; must be equal on all ranks.
         vote: of this rank, such as a signal that arrived.
