@@ -1,6 +1,8 @@
 // Checks and dispatch of attention.
 #include "attention/api.h"
 
+#include <cmath>
+
 #include "attention/cpu/attention.h"
 
 #ifdef ML_WITH_CUDA
@@ -108,7 +110,7 @@ AttentionProblem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, c
     ML_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half,
              "q: CUDA kernels take bfloat16 and float16");
     ML_CHECK(p.dim % 8 == 0 && p.value_dim % 8 == 0 && p.dim <= 256 && p.value_dim <= p.dim,
-             "q, v: CUDA kernels take head dims that are multiples of 8 up to 256, v's at most q's");
+             "q, v: CUDA kernels take head dims in multiples of 8 up to 256, v's at most q's");
   }
 #endif
   return p;
@@ -224,7 +226,7 @@ const int32_t* starts_on_device(const MaybeTensor& starts) {
 const int64_t* as_array(const AttentionProblem& p) { return &p.batch; }
 
 void backward_on_cuda(AttentionCall& call, const Options& o, const Tensor& q) {
-  void* const stream = stream_of(q);
+  const LaunchStream stream = stream_of(q);
   const int64_t* problem = as_array(call.problem);
   const int64_t dtype = static_cast<int64_t>(call.dtype);
   const int32_t* qs = starts_on_device(o.q_starts);
@@ -299,6 +301,10 @@ std::tuple<Tensor, Tensor> attention_forward_op(Tensor q, Tensor k, Tensor v, bo
   call.out = out.mutable_data_ptr(), call.lse = lse.mutable_data_ptr();
 #ifdef ML_WITH_CUDA
   if (q.is_cuda()) {
+    if (q_starts) {  // kernels write the rows of documents only
+      torch::stable::zero_(out);
+      torch::stable::fill_(lse, -INFINITY);
+    }
     check_launch(
         launch_attention_forward(call.q, call.k, call.v, call.out, static_cast<float*>(call.lse),
                                  starts_on_device(q_starts), starts_on_device(k_starts),
@@ -348,6 +354,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_op(
   call.dv = dv.mutable_data_ptr();
 #ifdef ML_WITH_CUDA
   if (q.is_cuda()) {
+    if (q_starts)
+      for (Tensor* x : {&dq, &dk, &dv}) torch::stable::zero_(*x);
     backward_on_cuda(call, options, q);
     return {dq, dk, dv};
   }

@@ -122,6 +122,10 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward_op(Tensor grad, Tensor x, Maybe
   if (x.is_cuda()) {
     Tensor grad_weight = new_shape(x, {rows.columns}, ScalarType::Float);
     Tensor grad_bias = new_shape(x, {mean ? rows.columns : 0}, ScalarType::Float);
+    if (rows.rows == 0) {  // a null pointer of an empty mean would say RMSNorm
+      torch::stable::zero_(grad_weight), torch::stable::zero_(grad_bias);
+      return {grad_x, grad_weight, grad_bias};
+    }
     const int64_t code = static_cast<int64_t>(dtype);
     Tensor workspace = new_shape(
         x, {norm_backward_workspace(code, rows.rows, rows.columns, mean ? 1 : 0)},

@@ -43,6 +43,24 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
 
 
+def find_cudart(nvcc: str) -> Path:
+    """The CUDA runtime of nvcc's toolkit (nvcc may be a wrapper), else the one torch brings."""
+    said = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "/dev/null"], capture_output=True, text=True
+    ).stderr
+    homes = [Path(line.partition("TOP=")[2]) for line in said.splitlines() if "TOP=" in line]
+    homes += [Path(nvcc).resolve().parent.parent]
+    patterns = ("lib64/libcudart.so", "lib/libcudart.so", "targets/*/lib/libcudart.so")
+    found = [path for home in homes for pattern in patterns for path in home.glob(pattern)]
+    import torch
+
+    packages = Path(torch.__file__).parent.parent / "nvidia"
+    found += sorted(packages.glob("*/lib/libcudart.so*"))
+    if not found:
+        raise BuildError(f"no libcudart.so in the toolkit of {nvcc} or among torch's packages")
+    return found[0].absolute()
+
+
 def cuda_architectures() -> tuple[str, ...]:
     """What this machine's nvcc builds for: the switch, else the default list as far as it knows."""
     nvcc, known = find_nvcc(), []
@@ -68,39 +86,58 @@ def _quote(text: str) -> str:
     return text.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
-def _ninja_file(root: Path, compiler: str, cuda: bool) -> str:
+def torch_flags() -> list[str]:
+    """What a face that sees torch is compiled with."""
     import torch
 
     home = Path(torch.__file__).parent
     headers = (home / "include", home / "include" / "torch" / "csrc" / "api" / "include")
-    includes = " ".join(f"-isystem {_quote(str(path))}" for path in headers)
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    link = [f"-L{home / 'lib'} -Wl,-rpath,{home / 'lib'} -ltorch_cpu -lc10"]
-    nvcc = find_nvcc()
+    return [*(part for path in headers for part in ("-isystem", _quote(str(path)))), abi]
+
+
+def link_flags(cuda: bool) -> list[str]:
+    """What the library is linked with; a symbol that nothing defines is an error.
+
+    Raises:
+        BuildError: CUDA is wanted, but there is no nvcc or a torch without CUDA.
+    """
+    import torch
+
+    folders, libraries = [Path(torch.__file__).parent / "lib"], ["-ltorch_cpu", "-lc10"]
     if cuda:
+        nvcc = find_nvcc()
         if nvcc is None:
             raise BuildError("MLITE_CUDA=1, but nvcc is neither on PATH nor in $CUDA_HOME/bin")
-        toolkit = Path(nvcc).resolve().parent.parent
-        link += [f"-L{toolkit / 'lib64'} -Wl,-rpath,{toolkit / 'lib64'} -lcudart -ltorch_cuda"]
+        if torch.version.cuda is None:
+            raise BuildError(f"MLITE_CUDA=1, but torch {torch.__version__} is built without CUDA")
+        runtime = find_cudart(nvcc)
+        folders.append(runtime.parent)
+        libraries += [_quote(str(runtime)), "-ltorch_cuda"]
+    places = [flag for path in folders for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    return [*map(_quote, places), *libraries, "-Wl,-z,defs"]
+
+
+def _ninja_file(root: Path, compiler: str, cuda: bool) -> str:
+    link = " ".join(link_flags(cuda))
+    include = f"-I{_quote(str(root / 'csrc'))}"
     lines = [
         "ninja_required_version = 1.5",
         "rule cxx",
-        f"  command = {_quote(compiler)} -MMD -MF $out.d $flags -I{_quote(str(root / 'csrc'))}"
-        " -c $in -o $out",
+        f"  command = {_quote(compiler)} -MMD -MF $out.d $flags {include} -c $in -o $out",
         "  depfile = $out.d\n  deps = gcc",
         "rule nvcc",
-        f"  command = {_quote(nvcc or 'nvcc')} -MD -MF $out.d $flags"
-        f" -I{_quote(str(root / 'csrc'))} -c $in -o $out",
+        f"  command = {_quote(find_nvcc() or 'nvcc')} -MD -MF $out.d $flags {include}"
+        " -c $in -o $out",
         "  depfile = $out.d\n  deps = gcc",
         "rule link",
-        f"  command = {_quote(compiler)} -shared -o $out.new $in {' '.join(link)}"
-        " && mv -f $out.new $out",
+        f"  command = {_quote(compiler)} -shared -o $out.new $in {link} && mv -f $out.new $out",
     ]
     objects = []
     for unit in sources.host_units(root, cuda):
         lines.append(f"build {unit.object}: cxx {_quote(str(root / unit.source))}")
-        extra = f" {includes} {abi}" if unit.torch else ""
-        lines.append(f"  flags = {' '.join(unit.flags)}{extra}")
+        extra = torch_flags() if unit.torch else []
+        lines.append(f"  flags = {' '.join([*unit.flags, *extra])}")
         objects.append(unit.object)
     for unit in sources.cuda_units(root, cuda_architectures()) if cuda else []:
         lines.append(f"build {unit.object}: nvcc {_quote(str(root / unit.source))}")
