@@ -148,7 +148,9 @@ BUDGETS: dict[str, tuple[Budget, ...]] = {
         Budget(f"activate<{ANY}, true, [48]>", (32, 32), wide(2, 1)),
         Budget(f"activate<{ANY}, .*, 1>", (32, 32)),
         Budget(f"activate_backward<{ANY}, false, [48]>", (48, 48), wide(2, 1)),
-        Budget(f"activate_backward<{ANY}, true, [48]>", (48, 48), wide(3, 2)),
+        # Gate and up are kept beside their clamped values: six vectors, 16-bit ones of 8.
+        Budget(f"activate_backward<{T16}, true, 8>", (56, 64), wide(3, 2)),
+        Budget("activate_backward<float, true, 4>", (32, 32), wide(3, 2)),
         Budget(f"activate_backward<{ANY}, .*, 1>", (32, 32)),
     ),
     "csrc/cross_entropy/cross_entropy.cu": (
@@ -168,5 +170,13 @@ BUDGETS: dict[str, tuple[Budget, ...]] = {
         Budget(f"rotary<{T16}, .*, 8>", (40, 40), wide(4, 2)),
         Budget("rotary<float, .*, 4>", (48, 56), wide(2, 2)),
         Budget(f"rotary<{ANY}, .*, 1>", (40, 40)),
+    ),
+    # A thread keeps 4 vectors of a row (fp32: 6); the backward reads output and gradient.
+    "csrc/softmax/softmax.cu": (
+        Budget(f"masked_softmax<{T16}>", (96, 96), wide(4, 4)),
+        Budget("masked_softmax<float>", (72, 72), wide(6, 6)),
+        Budget(f"masked_softmax_backward<{T16}>", (96, 96), wide(8, 4)),
+        Budget("masked_softmax_backward<float>", (88, 96), wide(12, 6)),
+        Budget(f"masked_softmax(_backward)?_scalar<{ANY}>", (32, 32)),
     ),
 }
