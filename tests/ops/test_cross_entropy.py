@@ -179,9 +179,8 @@ def test_results_do_not_depend_on_threads(native: Native) -> None:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             grad = logits.clone()
-            results.append((cross_entropy_(grad, target, scale, 1003, 0.1, 1e-4), grad))
-            parts = cross_entropy_statistics(logits, target, 1003, True)
-            results[-1] += (torch.cat([parts[0].unsqueeze(0), parts[1]]),)
+            loss = cross_entropy_(grad, target, scale, 1003, 0.1, 1e-4)
+            results.append((loss, grad, *cross_entropy_statistics(logits, target, 1003, True)))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -271,6 +270,17 @@ def test_rows_at_a_stride_and_misaligned(native: Native) -> None:
     assert torch.equal(storage[1:].view(4, 50)[:, 38:], outside)
 
 
+def test_rows_beyond_2_to_the_31_elements(native: Native) -> None:
+    """Memory between the rows is never touched, so it is not there."""
+    v, stride = 72, 2**31 + 8
+    logits = torch.empty(stride + v, dtype=torch.bfloat16).as_strided((2, v), (stride, 1))
+    logits.copy_(drawn(2, v, torch.bfloat16))
+    before = logits.clone()
+    target, scale = labels_and_scale(2, v, torch.bfloat16)
+    loss = cross_entropy_(logits, target, scale, v, 0.0, 0.0)
+    assert_near(loss, logits, before, target, scale, (0.0, 0.0))
+
+
 @pytest.mark.parametrize("terms", [(0.0, 0.0), (0.2, 1e-4)], ids=str)
 def test_autograd_and_fake_rules(native: Native, terms: tuple[float, float]) -> None:
     logits = drawn(4, 11, torch.float64).requires_grad_()
@@ -301,6 +311,7 @@ def test_differentiable_loss_takes_leading_dims_and_keeps_its_input(
     assert loss.shape == (2, 3)
     assert loss[0, 1] == 0
     loss.sum().backward()
+    assert logits.grad is not None
     assert torch.equal(logits.detach(), before)
     assert not logits.grad[0, 1].any()
     held = target.flatten() >= 0

@@ -12,6 +12,7 @@ from megatron_lite.native.load import load_native
 from megatron_lite.telemetry.meters import LiveStorageMeter
 from megatron_lite.tensor import cross_entropy
 from megatron_lite.tensor.cross_entropy import chunk_count
+from tests.pool import RankPool
 from tests.tensor.cross_entropy_head import ALONE, B, H, S, answer, draw, run_head, run_rank
 
 # Norm of the error against fp64 on the same inputs over the norm of the result: loss, hidden
@@ -56,7 +57,7 @@ def test_loss_and_gradients_match_float64(
     ("tp", "v", "sp"), [(2, V, False), (2, V, True), (4, 70, False)], ids=["tp2", "tp2+sp", "tp4"]
 )
 def test_shards_match_float64(
-    rank_pool, native: bool, tp: int, v: int, sp: bool, dtype: torch.dtype
+    rank_pool: RankPool, native: bool, tp: int, v: int, sp: bool, dtype: torch.dtype
 ) -> None:
     """With v = 70 the last of four ranks holds padding only."""
     results = rank_pool.run(
