@@ -155,9 +155,8 @@ BUDGETS: dict[str, tuple[Budget, ...]] = {
     ),
     "csrc/cross_entropy/cross_entropy.cu": (
         Budget(f"loss_and_gradient<{ANY}>", (40, 32), wide(1, 1)),
-        Budget(f"exponential_sums<{ANY}>", (32, 32), wide(1)),
-        Budget(f"row_max<{ANY}>", (32, 32), wide(1)),
-        Budget("losses", (16, 16)),
+        Budget(f"shard_statistics<{ANY}, .*>", (32, 32), wide(1)),
+        Budget("losses", (24, 24)),
     ),
     "csrc/dropout/dropout.cu": (
         Budget(f"bias_dropout_residual<{ANY}, [48]>", (64, 64), wide(3, 1)),
