@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -106,7 +105,3 @@ def test_wide_attention_multiplies_what_is_visible(dim: int) -> None:
     for name, sum_of_dims in sums.items():
         assert counts[name]["mma"] <= 1.05 * pairs * sum_of_dims / 2048
         assert counts[name]["ldmatrix_replays"] == counts[name]["shared_replays"] == 0
-
-
-def test_dtypes_are_those_of_the_launchers() -> None:
-    assert [np.dtype(t) for t in fp8_calls.DTYPES][1] == np.dtype(ml_dtypes.bfloat16)
