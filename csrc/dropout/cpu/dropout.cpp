@@ -81,15 +81,42 @@ void forward_tokens(const DropoutForward& c, int64_t begin, int64_t end) {
   }
 }
 
+// sums[i] = sum over tokens of grad, in order: nothing is dropped and only the bias asks.
+template <class T>
+ML_INLINE void sum_tokens(const DropoutBackward& c, int64_t start, int64_t stop, Wide<T>* sums) {
+  using A = Wide<T>;
+  constexpr int64_t W = kLanes<A>;
+  const T* grad = static_cast<const T*>(c.grad);
+  int64_t i = 0;
+  for (; i + 4 * W <= c.h; i += 4 * W) {
+    Vector<A> s[4] = {};
+    for (int64_t token = start; token < stop; ++token)
+      for (int j = 0; j < 4; ++j) s[j] += load(grad + token * c.grad_stride + i + j * W);
+    for (int j = 0; j < 4; ++j) store(sums + i + j * W, s[j]);
+  }
+  for (; i < c.h; i += W) {
+    const int64_t n = c.h - i < W ? c.h - i : W;
+    Vector<A> s{};
+    for (int64_t token = start; token < stop; ++token)
+      s += load_part(grad + token * c.grad_stride + i, n);
+    store_part(sums + i, s, n);
+  }
+}
+
 template <class T>
 void backward_parts(const DropoutBackward& c, int64_t begin, int64_t end) {
   using A = Wide<T>;
   for (int64_t part = begin; part < end; ++part) {
     A* sums = static_cast<A*>(c.parts) + part * c.h;
+    const int64_t start = c.tokens * part / c.num_parts;
+    const int64_t stop = c.tokens * (part + 1) / c.num_parts;
+    if (c.grad_x == nullptr && c.parts != nullptr) {
+      sum_tokens<T>(c, start, stop, sums);
+      continue;
+    }
     if (c.parts != nullptr)
       for (int64_t i = 0; i < c.h; ++i) sums[i] = 0;
-    const int64_t stop = c.tokens * (part + 1) / c.num_parts;
-    for (int64_t token = c.tokens * part / c.num_parts; token < stop; ++token) {
+    for (int64_t token = start; token < stop; ++token) {
       const T* grad = static_cast<const T*>(c.grad) + token * c.grad_stride;
       T* grad_x = static_cast<T*>(c.grad_x) + token * c.h;
       for_each_chunk(c, token, [&](int64_t first, int64_t size, const uint32_t* words) {
@@ -97,7 +124,7 @@ void backward_parts(const DropoutBackward& c, int64_t begin, int64_t end) {
           Vector<A> value = load_part(grad + first + i, n);
           if (words != nullptr) value = drop(value, words + i, c.key);
           else if (c.key.scale != 1.0) value *= static_cast<A>(c.key.scale);
-          if (c.grad_x != nullptr) store_part(grad_x + first + i, value, n);
+          store_part(grad_x + first + i, value, n);
           if (c.parts != nullptr) {
             A* sum = sums + first + i;
             store_part(sum, load_part(sum, n) + value, n);
