@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -189,7 +190,12 @@ def _run_ninja(directory: Path) -> None:
             raise BuildError("ninja is not installed (pip install ninja)") from None
     if done.returncode != 0:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        first = next((line for line in lines if "error" in line.lower()), "no error line")
+        telling = (
+            line
+            for line in lines
+            if re.search(r"error|undefined reference|cannot find", line, re.I)
+        )
+        first = next(telling, "no error line")
         raise BuildError(f"{first.strip()} (whole output: {log})")
 
 
