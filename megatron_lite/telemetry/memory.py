@@ -117,7 +117,9 @@ class ActivationShape:
         parallel: tp cuts heads and ffn, cp the sequence, SP also the residual stream.
         precision: compute dtype; statistics and softmax are fp32 (fp64 under fp64).
         samples: of the microbatch.
-        fused_attention: the fused kernel runs where there is no attention dropout.
+        fused_attention: probabilities are not formed where a kernel can do without: torch's
+            can where there is no attention dropout, the native one always.
+        native: native operations, which draw dropout masks again instead of keeping them.
     """
 
     model: ModelShape
@@ -125,6 +127,7 @@ class ActivationShape:
     precision: PrecisionShape
     samples: int
     fused_attention: bool = True
+    native: bool = False
 
     @property
     def narrow(self) -> int:
@@ -160,7 +163,13 @@ class ActivationShape:
     @property
     def explicit_attention(self) -> bool:
         """Whether [s, s] probabilities are formed."""
-        return self.model.attention_dropout > 0.0 or not self.fused_attention
+        dropping = self.model.attention_dropout > 0.0 and not self.native
+        return dropping or not self.fused_attention
+
+    @property
+    def keeps_masks(self) -> bool:
+        """Whether the masks of hidden dropout are kept, one byte per element."""
+        return self.model.hidden_dropout > 0.0 and not self.native
 
 
 def wide_bytes(precision: PrecisionShape) -> int:
@@ -221,7 +230,7 @@ def layer_bytes(shape: ActivationShape, keep_probabilities: bool = True) -> int:
     # Both norms' inputs and outputs: only this rank's slice under sequence parallelism.
     total = 4 * shape.stream_bytes
     total += 2 * shape.stream_tokens * shape.statistics * shape.wide
-    if model.hidden_dropout > 0.0:
+    if shape.keeps_masks:
         total += 2 * shape.stream_tokens * model.hidden_size  # one byte per element
     total += attention_bytes(shape, keep_probabilities)
     ffn = _ceil_div(model.ffn_hidden_size, shape.parallel.tp)
@@ -239,7 +248,7 @@ def end_bytes(shape: ActivationShape) -> int:
     total = 2 * shape.stream_bytes + shape.stream_tokens * shape.statistics * shape.wide
     if model.rotary is not None:
         total += model.seq_length * model.rotary.dim * shape.wide  # cosine and sine
-    if model.hidden_dropout > 0.0:
+    if shape.keeps_masks:
         total += shape.stream_tokens * model.hidden_size
     return total + 9 * shape.tokens
 
@@ -286,11 +295,12 @@ def estimate_logits_bytes(
     precision: PrecisionShape,
     *,
     chunk_tokens: int,
+    native: bool = False,
 ) -> int:
-    """Bytes of one logits chunk: fp32 (fp64 under fp64), and the compute dtype if narrower."""
+    """Bytes of one logits chunk: the compute dtype, and without native operations fp32 (fp64)."""
     local_vocab = model.padded_vocab_size(parallel.tp) // parallel.tp
     wide, narrow = wide_bytes(precision), DTYPE_BYTES[precision.compute]
-    per_logit = wide if narrow == wide else wide + narrow
+    per_logit = narrow if native or narrow == wide else wide + narrow
     return chunk_tokens * local_vocab * per_logit
 
 
@@ -311,6 +321,7 @@ def estimate_memory(
     microbatches_in_flight: int = 1,
     logits_chunk_tokens: int | None = None,
     fused_attention: bool = True,
+    native: bool = False,
 ) -> MemoryLedger:
     """Fill the ledger of one rank. Arguments are those of the three estimates above.
 
@@ -319,7 +330,7 @@ def estimate_memory(
     parameters, grads, masters, moments = estimate_state_bytes(
         local_elements, precision, optimizer=optimizer, sharding=sharding
     )
-    shape = ActivationShape(model, parallel, precision, micro_batch_size, fused_attention)
+    shape = ActivationShape(model, parallel, precision, micro_batch_size, fused_attention, native)
     activations = estimate_activation_bytes(
         shape,
         layers,
@@ -333,5 +344,7 @@ def estimate_memory(
         chunk = min(chunk, logits_chunk_tokens)
     logits = 0
     if has_head:
-        logits = estimate_logits_bytes(model, parallel, precision, chunk_tokens=chunk)
+        logits = estimate_logits_bytes(
+            model, parallel, precision, chunk_tokens=chunk, native=native
+        )
     return MemoryLedger(parameters, grads, masters, moments, activations, logits)

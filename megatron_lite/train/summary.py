@@ -82,7 +82,8 @@ def estimate_ledger(parts: Parts) -> MemoryLedger:
     if optimizer == "sgd" and config.sgd_momentum == 0.0:
         optimizer = "sgd_plain"
     tokens = plan.batch.micro_batch_size * plan.model.seq_length
-    chunks = chunk_count(tokens, parts.stage.vocab_range[1], config.loss_chunks)
+    logit_bytes = parts.stage.dtype.itemsize if parts.native else 4
+    chunks = chunk_count(tokens, parts.stage.vocab_range[1], config.loss_chunks, logit_bytes)
     is_block = config.recompute_method == "block"
     recomputed = config.recompute_num_layers or 1
     return estimate_memory(
@@ -97,6 +98,7 @@ def estimate_ledger(parts: Parts) -> MemoryLedger:
         recomputed_layers=recomputed if is_block else None,
         recompute_group=1 if is_block else recomputed,
         logits_chunk_tokens=math.ceil(tokens / chunks),
+        native=parts.native,
     )
 
 

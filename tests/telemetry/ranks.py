@@ -64,6 +64,7 @@ class Case:
     fused: bool
     method: str
     group: int
+    native: bool = False
 
     @property
     def model(self) -> ModelShape:
@@ -92,7 +93,8 @@ def build_case(
     stage, _ = build_stage(plan, groups, rank, options)
     sink = PlainSink(stage)
     tokens, labels, weights = sample_batch(case.model, SAMPLES)
-    return stage, sink, (tokens, labels, build_context(plan, sink, weights.float(), rank))
+    context = build_context(plan, sink, weights.float(), rank)
+    return stage, sink, (tokens, labels, replace(context, native=case.native))
 
 
 def measure_flops(rank: int, world_size: int, **settings: Any) -> dict[str, int]:
@@ -137,7 +139,9 @@ def measure_memory(rank: int, world_size: int, **settings: Any) -> dict[str, int
         kept = settled_bytes(meter) - before
         loss.backward()
     plan = case.plan(world_size)
-    shape = ActivationShape(case.model, plan.parallel, plan.precision, SAMPLES, case.fused)
+    shape = ActivationShape(
+        *(case.model, plan.parallel, plan.precision, SAMPLES, case.fused, case.native)
+    )
     estimate = estimate_activation_bytes(
         shape,
         case.model.num_layers,

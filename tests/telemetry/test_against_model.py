@@ -69,10 +69,12 @@ def test_block_recompute_executes_only_its_layers_again(rank_pool: RankPool) -> 
         ("gpt2_dropout", "float32", 4, True),
     ],
 )
+@pytest.mark.parametrize("native", [False, True], ids=["reference", "native"])
 def test_kept_activations_equal_the_formula(
-    rank_pool: RankPool, family: str, dtype: str, tp: int, sp: bool
+    rank_pool: RankPool, family: str, dtype: str, tp: int, sp: bool, native: bool
 ) -> None:
-    for result in measure(rank_pool, measure_memory, tp, family=family, dtype=dtype, sp=sp):
+    settings = {"family": family, "dtype": dtype, "sp": sp, "native": native}
+    for result in measure(rank_pool, measure_memory, tp, **settings):
         # What the formula leaves out: scalars, positions, sums per sample.
         assert result["estimate"] == pytest.approx(result["kept"], rel=0.003)
 
