@@ -91,7 +91,7 @@ def norms(dtype: torch.dtype, size: str) -> list[Problem]:
 
 
 def activations(dtype: torch.dtype, size: str) -> list[Problem]:
-    shapes = [(3, 7), (5, 64), (2, 3, 129), (3, 0)] if size == "small" else [(4099, 8192)]
+    shapes = [(3, 7), (5, 64), (2, 3, 129), (3, 0)] if size == "small" else [(1027, 8192)]
     found = []
     for kind in ("gelu", "gelu_tanh", "silu", "squared_relu"):
         for *rows, f in shapes:
@@ -191,7 +191,7 @@ def cross_entropies(dtype: torch.dtype, size: str) -> list[Problem]:
 def softmaxes(dtype: torch.dtype, size: str) -> list[Problem]:
     # batch, heads, queries, keys
     shapes = [(2, 3, 5, 7), (1, 1, 9, 64), (1, 2, 3, 1100), (1, 1, 4, 1)]
-    shapes = shapes if size == "small" else [(4, 16, 2048, 2048), (1, 2, 300, 20000)]
+    shapes = shapes if size == "small" else [(1, 16, 1024, 1024), (1, 2, 300, 20000)]
     found = []
     for b, n, s_q, s_k in shapes:
         x, grad = (drawn(b, n, s_q, s_k, dtype=dtype, seed=s, spread=3.0) for s in range(2))
@@ -251,7 +251,7 @@ def attentions(dtype: torch.dtype, size: str) -> list[Problem]:
 def experts(dtype: torch.dtype, size: str) -> list[Problem]:
     # tokens, experts, k, align, h
     sizes = [(7, 3, 2, 1, 8), (40, 64, 8, 16, 7), (9, 2, 5, 4, 136), (0, 4, 2, 8, 16)]
-    sizes = sizes if size == "small" else [(16391, 64, 8, 128, 2048)]
+    sizes = sizes if size == "small" else [(4099, 64, 8, 128, 2048)]
     found = []
     for tokens, count, k, align, h in sizes:
         generator = torch.Generator().manual_seed(tokens)
@@ -307,7 +307,7 @@ def optimizers(dtype: torch.dtype, size: str) -> list[Problem]:
 
 
 def fp8s(dtype: torch.dtype, size: str) -> list[Problem]:
-    sizes = [(5, 7), (130, 144), (1, 300)] if size == "small" else [(4096, 4096), (1030, 4100)]
+    sizes = [(5, 7), (130, 144), (1, 300)] if size == "small" else [(1030, 2064), (257, 4100)]
     found = []
     for rows, cols in sizes:
         x = drawn(rows, cols, dtype=dtype, spread=30.0)

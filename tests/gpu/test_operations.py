@@ -88,7 +88,9 @@ def test_launches_go_to_the_current_stream(
         right = [placed(x, device) for x in problem.arguments]
         wanted = run(problem, device)
         poisoned = [placed(x, device) for x in problem.arguments]
-        poisoned = [x.zero_() if isinstance(x, Tensor) else x for x in poisoned]
+        for x in poisoned:
+            if isinstance(x, Tensor):
+                x.untyped_storage().fill_(0)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(PAUSE_CYCLES // 50)
@@ -123,8 +125,7 @@ def test_operations_are_captured_in_a_graph(
         with torch.cuda.graph(graph):
             got = outputs(problem, problem.operation, arguments)
         for x in got:
-            if x.numel():
-                x.view(torch.uint8).fill_(0x55)
+            x.untyped_storage().fill_(0x55)
         graph.replay()
         torch.cuda.synchronize()
         assert_same_bits(got, wanted, str(problem.operation))

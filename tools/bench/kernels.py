@@ -325,6 +325,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     print(f"  {row['case']}, {row['pass']}: {row['ms']:.3f} ms", file=sys.stderr)
         except torch.cuda.OutOfMemoryError:
             print(f"{operation}: does not fit into this device", file=sys.stderr)
+        except KeyboardInterrupt:
+            print(f"{operation}: interrupted, the rest was not measured", file=sys.stderr)
+            break
         if options.device == "cuda":
             torch.cuda.empty_cache()
     return rows
