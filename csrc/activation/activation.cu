@@ -158,9 +158,10 @@ ML_EXPORT int launch_activation_forward(int64_t dtype, int64_t kind, int64_t gat
 }
 
 ML_EXPORT int launch_activation_backward(int64_t dtype, int64_t kind, int64_t gated,
-                                         float limit, const void* grad, int64_t grad_stride, const void* x,
-                                         int64_t x_stride, void* grad_x, int64_t grad_x_stride,
-                                         int64_t t, int64_t f, void* stream) {
+                                         float limit, const void* grad, int64_t grad_stride,
+                                         const void* x, int64_t x_stride, void* grad_x,
+                                         int64_t grad_x_stride, int64_t t, int64_t f,
+                                         void* stream) {
   if (!ml::legal(kind, limit, t, f)) return ml::kInvalidValue;
   return ml::with_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);

@@ -64,7 +64,8 @@ Tensor activation_forward_op(Tensor x, std::string kind, bool gated, double limi
 #endif
   const ActivationForward call{dtype,       code, gated, rows.data(), out.mutable_data_ptr(),
                                rows.stride, f,    limit};
-  run_rows(rows.rows, f, [&](int64_t first, int64_t last) { activation_forward(call, first, last); });
+  run_rows(rows.rows, f,
+           [&](int64_t first, int64_t last) { activation_forward(call, first, last); });
   return out;
 }
 

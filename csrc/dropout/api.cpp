@@ -31,8 +31,8 @@ const int64_t* indices(const Tensor& x, const Tensor& index, int64_t dim, const 
            ": must be int64 and contiguous");
   ML_CHECK(index.is_cuda() == x.is_cuda() && index.get_device_index() == x.get_device_index(),
            name, ": lies on another device than the input");
-  ML_CHECK(index.dim() == 1 && index.size(0) == x.size(dim), name, ": must have one entry for each of ",
-           x.size(dim));
+  ML_CHECK(index.dim() == 1 && index.size(0) == x.size(dim), name,
+           ": must have one entry for each of ", x.size(dim));
   return static_cast<const int64_t*>(index.const_data_ptr());
 }
 

@@ -89,7 +89,8 @@ Tensor masked_softmax_op(Tensor x, MaybeTensor visible, double scale, bool causa
                             queries,
                             keys,
                             scale};
-  run_rows(rows.rows, keys, [&](int64_t first, int64_t last) { softmax_forward(call, first, last); });
+  run_rows(rows.rows, keys,
+           [&](int64_t first, int64_t last) { softmax_forward(call, first, last); });
   return out;
 }
 
