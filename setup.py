@@ -71,11 +71,13 @@ def cpu_extensions() -> list[Extension]:
     ]
 
 
-def build_operations(destination: Path | None) -> None:
-    """Build the library of native operations; copy it into a package that is not a checkout."""
+def build_operations(destination: Path | None) -> str:
+    """Build the library of native operations; copy it into a package that is not a checkout.
+
+    Returns why it was not built, "" where it was.
+    """
     if importlib.util.find_spec("torch") is None:
-        tell_skipped("torch is not installed yet: operations are built at first use instead")
-        return
+        return "torch is not installed yet: operations are built at first use instead"
     sys.path.insert(0, str(ROOT))
     from megatron_lite.native import build
 
@@ -83,13 +85,13 @@ def build_operations(destination: Path | None) -> None:
     try:
         library = build.build_library(ROOT, cuda)
     except build.BuildError as error:
-        tell_skipped(str(error))
-        return
+        return str(error)
     if destination is not None:
         destination.mkdir(parents=True, exist_ok=True)
         shutil.copy2(library, destination / build.LIBRARY)
         if cuda:
             (destination / build.CUDA_MARK).touch()
+    return ""
 
 
 def native_required() -> bool:
@@ -104,22 +106,26 @@ def tell_skipped(reason: str) -> None:
 
 
 class OptionalBuild(build_ext):
-    """Build extensions, and go on without one that does not compile."""
+    """Build what can be built, say once what could not, and go on."""
 
     def run(self) -> None:
+        self.skipped: list[str] = []
         try:
             super().run()
         except Exception as error:  # a missing compiler shows in as many types as toolchains
-            tell_skipped(str(error))
+            self.skipped.append(str(error))
         editable = self.inplace or self.editable_mode
         package = Path(self.build_lib) / "megatron_lite" / "native"
-        build_operations(None if editable else package)
+        self.skipped.append(build_operations(None if editable else package))
+        reasons = [reason for reason in self.skipped if reason]
+        if reasons:
+            tell_skipped("; ".join(reasons))
 
     def build_extension(self, ext: Extension) -> None:
         try:
             super().build_extension(ext)
         except Exception as error:
-            tell_skipped(f"{ext.name}: {error}")
+            self.skipped.append(f"{ext.name}: {error}")
 
     def copy_extensions_to_source(self) -> None:
         """Copy what was built; an extension that was skipped leaves nothing to copy."""
