@@ -6,6 +6,7 @@ before it, or instead.
 
 import numpy as np
 
+from tests.kernels.fp8_oracle import BFLOAT16
 from tests.sim import build
 
 
@@ -24,15 +25,17 @@ def main() -> None:
     kernels.call("launch_moe_splits", counts, experts, 3, build.poisoned(3, np.int64))
     probs = build.placed(rng.random(n).astype(np.float32))
     packed_probs, back = build.poisoned(rows, np.float32), build.poisoned(n, np.float32)
-    for h in (7, 40):
-        x = build.placed(rng.standard_normal((tokens, h)).astype(np.float32))
-        packed, d_packed = (build.poisoned((rows, h), np.float32) for _ in range(2))
-        kernels.call("launch_moe_gather", x, 4 * h, source, packed, probs, packed_probs, rows,
-                     4 * h, k)  # fmt: skip
+    # Rows of words, of vectors, of single bytes.
+    for dtype, number, h in ((np.float32, 0, 7), (np.float32, 0, 40), (BFLOAT16, 1, 5),
+                             (BFLOAT16, 1, 264)):  # fmt: skip
+        x = build.placed(rng.standard_normal((tokens, h)).astype(dtype))
+        packed, d_packed = (build.poisoned((rows, h), dtype) for _ in range(2))
+        kernels.call("launch_moe_gather", x, h * x.itemsize, source, packed, probs, packed_probs,
+                     rows, h * x.itemsize, k)  # fmt: skip
         kernels.call("launch_moe_scatter_probs", packed_probs, row_of, back, n)
-        out = build.poisoned((tokens, h), np.float32)
-        kernels.call("launch_moe_combine", packed, 0, row_of, probs, out, tokens, h, k)
-        kernels.call("launch_moe_combine_backward", packed, 0, row_of, source, probs, out,
+        out = build.poisoned((tokens, h), dtype)
+        kernels.call("launch_moe_combine", packed, number, row_of, probs, out, tokens, h, k)
+        kernels.call("launch_moe_combine_backward", packed, number, row_of, source, probs, out,
                      d_packed, back, tokens, rows, h, k)  # fmt: skip
     print("done", flush=True)
 
