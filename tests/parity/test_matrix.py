@@ -12,6 +12,7 @@ from megatron_lite.verify.axes import (
     Axis,
     data_axis,
     microbatch_axis,
+    native_axis,
     recompute_axis,
     sequence_axis,
     tensor_axis,
@@ -82,7 +83,12 @@ def test_adam_in_fp32_stays_within_its_class(
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize(
     "axes",
-    [(), (tensor_axis(2), sequence_axis()), (tensor_axis(2), data_axis(2), microbatch_axis(1))],
+    [
+        (),
+        (native_axis("off"),),
+        (tensor_axis(2), sequence_axis()),
+        (tensor_axis(2), data_axis(2), microbatch_axis(1)),
+    ],
     ids=lambda axes: "+".join(axis.name for axis in axes) or "one",
 )
 def test_bf16_stays_near_the_fp64_run(
