@@ -161,3 +161,12 @@ def test_an_unknown_operation_names_the_legal_ones(capsys: pytest.CaptureFixture
         kernels.main(["--ops", "convolution"])
     assert stopped.value.code == 2
     assert "cross_entropy" in capsys.readouterr().err
+
+
+def test_a_level_limits_torch_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(kernels.os, "environ", seen)
+    assert kernels.main(["--device", "cpu", "--isa", "bf16", "--rounds", "0"]) == 2
+    assert seen["MLITE_CPU_ISA"] == "bf16"
+    assert seen["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
+    assert seen["ATEN_CPU_CAPABILITY"] == "avx512"

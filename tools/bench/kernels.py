@@ -40,6 +40,12 @@ OPERATIONS = (
     *("matrix", "moe", "optimizer", "fp8"),
 )
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# What keeps torch (ATen, oneDNN, MKL) from using more than our level does.
+ISA = {
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "avx512": ("avx512", "AVX512_CORE", "AVX512"),
+    "bf16": ("avx512", "AVX512_CORE_BF16", "AVX512"),
+}
 GEMM = {"quick": 256, "cpu": 1024, "cuda": 8192}
 Call = Callable[[], object]
 
@@ -153,7 +159,8 @@ def measure_case(case: Case, options: argparse.Namespace, clock: Clock) -> list[
     if options.compile:
         compiles = {name: c for name, c in contestants.items() if c.compiles}
         contestants |= {f"{name}-compile": compiled(c) for name, c in compiles.items()}
-    passes = [] if case.both_only else [("forward", case.forward, forward_call)]
+    first = "call" if case.both is None else "forward"
+    passes = [] if case.both_only else [(first, case.forward, forward_call)]
     if case.both is not None:
         passes.append(("forward+backward", case.both, both_call))
     rows = []
@@ -272,6 +279,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="CUDA where there is one")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU (1)")
+    parser.add_argument("--isa", choices=tuple(ISA), help="limit us and torch to this level")
     parser.add_argument("--compile", action="store_true", help="also torch.compile of the peers")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds (7)")
     parser.add_argument("--window-ms", type=float, default=60, help="work per timing (60)")
@@ -336,6 +344,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return its exit code."""
     options = build_parser().parse_args(arguments)
+    if options.isa is not None:  # read when first needed
+        names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+        os.environ |= dict(zip(names, ISA[options.isa], strict=True))
+        os.environ["MLITE_CPU_ISA"] = options.isa
     try:
         check_options(options)
         native = load_native()
