@@ -50,12 +50,12 @@ struct Range {
 };
 
 struct Mask {
-  int k_len, shift, window;
+  int k_len, shift, low;  // low = shift - window; both clamped to where nothing or all is seen
   bool causal;
 
   // Keys begin(i) <= j < end(i) are visible to query i.
   __device__ __forceinline__ int begin(int i) const {
-    return window >= 0 ? max(0, i + shift - window) : 0;
+    return max(0, i + low);
   }
   __device__ __forceinline__ int end(int i) const {
     return causal ? max(0, min(k_len, i + shift + 1)) : k_len;
@@ -63,7 +63,7 @@ struct Mask {
   // Queries first_query(j) <= i < last_query(j, q_len) see key j.
   __device__ __forceinline__ int first_query(int j) const { return causal ? max(0, j - shift) : 0; }
   __device__ __forceinline__ int last_query(int j, int q_len) const {
-    return window >= 0 ? max(0, min(q_len, j - shift + window + 1)) : q_len;
+    return max(0, min(q_len, j - low + 1));
   }
   // For queries first .. last, or keys first .. last; begin rounded down to tiles of `size`.
   __device__ __forceinline__ Range keys_of(int first, int last, int size) const {
@@ -75,6 +75,12 @@ struct Mask {
   }
 };
 
+// Beyond +-(2^30 - 1) a diagonal passes every row, as rows have numbers below 2^30 - 1.
+__device__ __forceinline__ int clamped(int64_t diagonal) {
+  const int64_t limit = kMaxLength - 1;
+  return static_cast<int>(diagonal > limit ? limit : (diagonal < -limit ? -limit : diagonal));
+}
+
 // One tile of one document (or batch entry), and the rows that belong to it.
 struct Span {
   int64_t batch;
@@ -83,9 +89,8 @@ struct Span {
   int first;                 // first row of the tile inside the document
   __device__ __forceinline__ Mask mask(const Problem& p) const {
     const int64_t wanted = k_len - q_len + p.offset;
-    const int64_t limit = kMaxLength - 1;
-    const int64_t shift = wanted > limit ? limit : (wanted < -limit ? -limit : wanted);
-    return {k_len, static_cast<int>(shift), static_cast<int>(p.window), p.causal != 0};
+    return {k_len, clamped(wanted), clamped(p.window < 0 ? -kMaxLength : wanted - p.window),
+            p.causal != 0};
   }
 };
 

@@ -44,6 +44,8 @@ CASES = {
     "fp16_scale": Case(q_len=33, k_len=47, dtype="fp16", scale=1.0, dim=48, value_dim=56),
     "window": Case(q_len=150, k_len=170, causal=True, window=40),
     "window_one": Case(q_len=70, k_len=70, causal=True, window=0),
+    "window_and_diagonal_far_below": Case(q_len=70, k_len=70, window=2**30 - 1, offset=-(2**30)),
+    "window_and_diagonal_far_above": Case(q_len=70, k_len=70, window=2**30 - 1, offset=2**40),
     "left_window_only": Case(q_len=70, k_len=90, window=16),
     "later_queries": Case(q_len=70, k_len=70, causal=True, offset=30),
     "earlier_queries": Case(q_len=70, k_len=70, causal=True, offset=-30),
