@@ -38,7 +38,7 @@ ATTENTION = {
     ),
     "csrc/attention/backward_query.cu": (
         Budget(f"attention_backward_query<{T16}, 256, .*>", (248, 248), tiles(192, 128, 34, 1)),
-        Budget(f"attention_backward_query<{T16}, 192, .*>", (248, 248), tiles(128, 84, 34, 1)),
+        Budget(f"attention_backward_query<{T16}, 192, .*>", (255, 255), tiles(128, 84, 34, 1)),
         Budget(f"attention_backward_query<{T16}, 128, .*>", (200, 208), tiles(96, 64, 34, 1)),
         Budget(f"attention_backward_query<{T16}, 96, .*>", (200, 200), tiles(72, 48, 34, 1)),
         Budget(f"attention_backward_query<{T16}, 64, .*>", (224, 224), tiles(96, 56, 34, 1)),
