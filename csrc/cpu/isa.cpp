@@ -38,7 +38,9 @@ Isa detected() {
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
     return Isa::avx2;
   if (!__builtin_cpu_supports("avx512bf16")) return Isa::avx512;
-  return has_amx_bf16() && amx_permitted() ? Isa::amx : Isa::bf16;
+  if (has_amx_bf16() && amx_permitted()) return Isa::amx;
+  // Intel multiplies pairs of bf16 at half the rate of fp32: attention is faster without.
+  return __builtin_cpu_is("intel") ? Isa::avx512 : Isa::bf16;
 }
 #else
 Isa detected() { return Isa::base; }

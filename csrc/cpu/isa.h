@@ -9,7 +9,7 @@
 //   base     what every processor of the architecture has (x86-64: SSE2; aarch64: NEON)
 //   avx2     AVX2, FMA, F16C
 //   avx512   AVX-512 F, BW, DQ, VL
-//   bf16     avx512 and AVX512_BF16       (ML_CPU_MATRIX_KERNEL only)
+//   bf16     avx512 and AVX512_BF16, not Intel's (ML_CPU_MATRIX_KERNEL only)
 //   amx      bf16 and AMX-TILE, AMX-BF16  (ML_CPU_MATRIX_KERNEL only)
 //
 // The level is what the processor and the operating system allow, at most that of the
