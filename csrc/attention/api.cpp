@@ -32,7 +32,7 @@ int launch_attention_backward_key(const void* q, const void* k, const void* v, c
 namespace ml {
 namespace {
 
-constexpr int64_t kMostLength = int64_t{1} << 30;
+constexpr int64_t kMostLength = int64_t{1} << 30, kMostOffset = int64_t{1} << 60;
 constexpr int64_t kRowsOfPiece = 512;  // query heads of a group together
 constexpr int64_t kWantedPieces = 16, kMostSlabs = 4;
 
@@ -68,6 +68,8 @@ void check_starts(const Tensor& q, const MaybeTensor& starts, const char* name) 
 void check_options(const Tensor& q, const Options& o) {
   ML_CHECK(o.scale > 0.0 && o.scale < 1e30, "scale: must be positive, is ", o.scale);
   ML_CHECK(o.softcap >= 0.0 && o.softcap < 1e30, "softcap: must not be negative, is ", o.softcap);
+  ML_CHECK(o.offset > -kMostOffset && o.offset < kMostOffset,
+           "offset: must be between -2^60 and 2^60, is ", o.offset);
   ML_CHECK(o.window < kMostLength, "window: must be below 2^30, is ", o.window);
   ML_CHECK(o.dropout >= 0.0 && o.dropout < 1.0, "dropout: must be in [0, 1), is ", o.dropout);
   ML_CHECK(o.q_starts.has_value() == o.k_starts.has_value(),

@@ -1,6 +1,8 @@
 // Checks and dispatch of cross-entropy.
 #include "cross_entropy/api.h"
 
+#include <limits>
+
 #include "cross_entropy/cpu/cross_entropy.h"
 
 #ifdef ML_WITH_CUDA
@@ -42,6 +44,14 @@ CrossEntropy call_of(const Tensor& logits, const Tensor& target, int64_t columns
   call.columns = columns;
   call.classes = columns;
   return call;
+}
+
+void check_factors(double label_smoothing, double z_loss, int64_t classes) {
+  ML_CHECK(label_smoothing >= 0.0 && label_smoothing <= 1.0,
+           "label_smoothing: must be in [0, 1], is ", label_smoothing);
+  ML_CHECK(label_smoothing == 0.0 || classes >= 1, "classes: must be at least 1, is ", classes);
+  ML_CHECK(z_loss >= 0.0 && z_loss < std::numeric_limits<float>::max(),
+           "z_loss: must be finite and not below 0, is ", z_loss);
 }
 
 void check_wide(const Tensor& logits, const Tensor& x, std::initializer_list<int64_t> shape,
@@ -107,6 +117,7 @@ Tensor cross_entropy_gradient_op(Tensor logits, Tensor target, Tensor peak, Tens
                                  MaybeTensor scale, int64_t columns, int64_t classes,
                                  double label_smoothing, double z_loss) {
   CrossEntropy call = call_of(logits, target, columns);
+  check_factors(label_smoothing, z_loss, classes);
   check_wide(logits, peak, {call.rows}, "peak");
   call.totals = label_smoothing != 0.0;
   check_wide(logits, sums, {call.totals ? 3 : 2, call.rows}, "sums");
@@ -141,6 +152,7 @@ Tensor cross_entropy_whole_op(Tensor logits, Tensor target, MaybeTensor scale, i
   }
 #endif
   CrossEntropy call = call_of(logits, target, columns);
+  check_factors(label_smoothing, z_loss, columns);
   set_scale(call, logits, scale);
   Tensor loss = new_shape(logits, {call.rows}, wide_type(logits));
   call.loss = loss.mutable_data_ptr();

@@ -36,6 +36,14 @@ const int64_t* indices(const Tensor& x, const Tensor& index, int64_t dim, const 
   return static_cast<const int64_t*>(index.const_data_ptr());
 }
 
+// On the CPU a negative position is told: the words of decisions below 0 are not defined.
+const int64_t* checked_positions(const Tensor& x, const Tensor& positions) {
+  const int64_t* values = indices(x, positions, 0, "positions");
+  for (int64_t i = 0; !x.is_cuda() && i < x.size(0); ++i)
+    ML_CHECK(values[i] >= 0, "positions: must not be negative, holds ", values[i]);
+  return values;
+}
+
 DropoutKey key_of(double p, int64_t c3, int64_t seed) {
   const uint64_t bits = static_cast<uint64_t>(seed);
   return {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32),
@@ -58,7 +66,7 @@ Tensor bias_dropout_residual_op(Tensor x, MaybeTensor bias, MaybeTensor residual
   const int64_t s = x.size(0), b = x.size(1), h = x.size(2);
   const int64_t *position = nullptr, *sample = nullptr;
   if (p > 0.0) {
-    position = indices(x, positions, 0, "positions");
+    position = checked_positions(x, positions);
     sample = indices(x, sample_ids, 1, "sample_ids");
   }
   if (bias) {
@@ -112,7 +120,7 @@ std::tuple<Tensor, Tensor> bias_dropout_residual_backward_op(Tensor grad, Tensor
   const int64_t s = grad.size(0), b = grad.size(1), h = grad.size(2), tokens = s * b;
   const int64_t *position = nullptr, *sample = nullptr;
   if (p > 0.0) {
-    position = indices(grad, positions, 0, "positions");
+    position = checked_positions(grad, positions);
     sample = indices(grad, sample_ids, 1, "sample_ids");
   }
   Tensor grad_x = p > 0.0 ? new_like(grad) : nothing_like(grad, grad.scalar_type());

@@ -59,7 +59,8 @@ Fp8Scaling scaling_of(int64_t scaling) {
 }
 
 Fp8ScaleRule rule_of(bool e5m2, double epsilon, bool power_of_two) {
-  ML_CHECK(epsilon >= 0.0 && std::isfinite(epsilon), "epsilon: must be finite and not below 0");
+  ML_CHECK(epsilon >= 0.0 && std::isfinite(static_cast<float>(epsilon)),
+           "epsilon: must be finite in float32 and not below 0, is ", epsilon);
   return {e5m2 ? 57344.0f : 448.0f, static_cast<float>(epsilon), power_of_two};
 }
 
@@ -153,8 +154,11 @@ void fp8_delayed_update_op(Tensor history, Tensor scale, Tensor scale_inv, bool 
   const int64_t length = history.size(0), n = history.size(1);
   ML_CHECK(scale.numel() == n && scale_inv.numel() == n, "scale, scale_inv: must have ", n,
            " elements as the history's rows");
-  const float factor = static_cast<float>(std::ldexp(1.0, static_cast<int>(-margin)));
+  check_apart(scale, history, "scale", "history");
+  check_apart(scale_inv, history, "scale_inv", "history");
+  check_apart(scale, scale_inv, "scale", "scale_inv");
   ML_CHECK(margin > -100 && margin < 100, "margin: must be between -100 and 100, not ", margin);
+  const float factor = static_cast<float>(std::ldexp(1.0, static_cast<int>(-margin)));
   const Fp8ScaleRule rule = rule_of(e5m2, epsilon, power_of_two);
 #ifdef ML_WITH_CUDA
   if (history.is_cuda()) {

@@ -34,6 +34,9 @@ void accumulate_product_op(Tensor main, Tensor a, Tensor b) {
   ML_CHECK(a.size(0) == b.size(0), "a, b: first sizes differ: ", a.size(0), " and ", b.size(0));
   check_shape(main, {a.size(1), b.size(1)}, "main");
   const int64_t m = a.size(1), n = b.size(1), t = a.size(0);
+  ML_CHECK(m <= 1 || main.stride(0) >= n, "main: rows must not overlap");
+  check_apart(main, a, "main", "a");
+  check_apart(main, b, "main", "b");
   if (m == 0 || n == 0 || t == 0) return;
   // Large blocks pack less; smaller ones only where threads would be left without work.
   const int64_t columns = even_block(n, kLargestBlock);

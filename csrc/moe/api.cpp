@@ -56,6 +56,21 @@ void check_below(const Tensor& x, int64_t bound, const char* name) {
   ML_CHECK(most < bound, name, ": holds ", most, ", must be below ", bound);
 }
 
+// Kernels find the gradients of a row by row_of and what else is to be cleared by source.
+void check_paired(const Tensor& row_of, const Tensor& source) {
+  if (row_of.is_cuda()) return;
+  const int32_t *rows = ints(row_of), *from = ints(source);
+  const int64_t assignments = row_of.numel(), n = source.numel();
+  int64_t placed = 0, filled = 0;
+  for (int64_t a = 0; a < assignments; ++a) placed += rows[a] >= 0;
+  for (int64_t row = 0; row < n; ++row) {
+    filled += from[row] >= 0;
+    ML_CHECK(from[row] < 0 || rows[from[row]] == row, "source: row ", row, " is assignment ",
+             from[row], ", whose row_of is ", from[row] < 0 ? -1 : rows[from[row]]);
+  }
+  ML_CHECK(placed == filled, "row_of: places ", placed, " assignments, source has ", filled);
+}
+
 void check_probs(const Tensor& probs, const Tensor& row_of, const Tensor& like) {
   check_shape(probs, {row_of.size(0), row_of.size(1)}, "probs");
   ML_CHECK(probs.is_contiguous(), "probs: must be contiguous");
@@ -249,6 +264,7 @@ std::tuple<Tensor, Tensor> moe_combine_backward_op(Tensor grad, Tensor packed, M
   check_alike(packed, grad, "grad");
   check_shape(grad, {sizes.tokens, sizes.h}, "grad");
   check_below(source, row_of.numel(), "source");
+  check_paired(row_of, source);
   packed = torch::stable::contiguous(packed);
   grad = torch::stable::contiguous(grad);
   Tensor d_packed = new_like(packed);

@@ -36,6 +36,16 @@ void check_rows(const Tensor& x, const Tensor& other, const char* name) {
   ML_CHECK(shape_of(x) == shape_of(other), name, ": shape differs from the input's");
 }
 
+void check_statistic(const Tensor& x, const Tensor& statistic, int64_t rows, const char* name) {
+  ML_CHECK(statistic.scalar_type() == wide_type(x), name,
+           ": dtype must be float32 (float64 of a float64 input)");
+  ML_CHECK(statistic.is_cuda() == x.is_cuda() &&
+               statistic.get_device_index() == x.get_device_index(),
+           name, ": lies on another device than the input");
+  ML_CHECK(statistic.numel() == rows && statistic.is_contiguous(), name,
+           ": must be contiguous with one value per row");
+}
+
 // Sums the parts in order: [num_parts, h] -> [h].
 Tensor sum_parts(const Tensor& parts, int64_t kind) {
   const Tensor one = torch::stable::select(parts, 0, kind);
@@ -106,10 +116,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward_op(Tensor grad, Tensor x, Maybe
   check_vector(x, weight, "weight");
   check_rows(x, grad, "grad");
   if (grad_sum) check_rows(x, *grad_sum, "grad_sum");
-  ML_CHECK(inverse.numel() == rows.rows && inverse.is_contiguous(),
-           "inverse: must be contiguous with one value per row");
-  ML_CHECK(!mean || (mean->numel() == rows.rows && mean->is_contiguous()),
-           "mean: must be contiguous with one value per row");
+  check_statistic(x, inverse, rows.rows, "inverse");
+  if (mean) check_statistic(x, *mean, rows.rows, "mean");
   refuse_fp64_on_cuda(x, "norm");
   const Rows grad_rows = rows_of(grad, "grad");
   std::optional<Rows> beside;

@@ -2,6 +2,7 @@
 #include "optimizer/api.h"
 
 #include <cmath>
+#include <initializer_list>
 
 #include "optimizer/cpu/update.h"
 
@@ -65,6 +66,28 @@ void check_state(const Tensor& weight, const Tensor& state, const char* name) {
            ": must be contiguous with as many elements as the weight");
 }
 
+// Every tensor that is written to against all others; the first `written` ones are.
+struct Named {
+  const Tensor* x;
+  const char* name;
+};
+void check_all_apart(std::initializer_list<Named> tensors, int64_t written) {
+  const Named* all = tensors.begin();
+  const auto n = static_cast<int64_t>(tensors.size());
+  for (int64_t i = 0; i < written; ++i)
+    for (int64_t j = i + 1; j < n; ++j)
+      if (all[i].x != nullptr && all[j].x != nullptr)
+        check_apart(*all[i].x, *all[j].x, all[i].name, all[j].name);
+}
+const Tensor* pointer(const MaybeTensor& x) { return x ? &*x : nullptr; }
+
+void check_finite(double value, const char* name) {
+  ML_CHECK(std::isfinite(value), name, ": must be finite, not ", value);
+}
+void check_fraction(double value, const char* name) {
+  ML_CHECK(value >= 0.0 && value < 1.0, name, ": must be in [0, 1), not ", value);
+}
+
 double value_of(const MaybeTensor& clip) {
   if (!clip) return 1.0;
   if (clip->scalar_type() == ScalarType::Double)
@@ -90,7 +113,15 @@ void adamw_update_op(Tensor weight, Tensor grad, Tensor exp_avg, Tensor exp_avg_
   const DType dtype = check_range(weight, grad, copy, clip, skip);
   check_state(weight, exp_avg, "exp_avg");
   check_state(weight, exp_avg_sq, "exp_avg_sq");
+  check_all_apart({{&weight, "weight"}, {&exp_avg, "exp_avg"}, {&exp_avg_sq, "exp_avg_sq"},
+                   {pointer(copy), "copy"}, {&grad, "grad"}},
+                  4);
   ML_CHECK(step >= 1, "step: counts from 1, not ", step);
+  check_finite(lr, "lr");
+  check_finite(weight_decay, "weight_decay");
+  check_fraction(beta1, "beta1");
+  check_fraction(beta2, "beta2");
+  ML_CHECK(eps >= 0.0 && std::isfinite(eps), "eps: must be finite and not below 0, is ", eps);
   refuse_fp64_on_cuda(weight, "adamw_update");
 #ifdef ML_WITH_CUDA
   if (weight.is_cuda()) {
@@ -129,6 +160,12 @@ void sgd_update_op(Tensor weight, Tensor grad, MaybeTensor momentum, MaybeTensor
                    bool decoupled) {
   const DType dtype = check_range(weight, grad, copy, clip, skip);
   if (momentum) check_state(weight, *momentum, "momentum");
+  check_all_apart({{&weight, "weight"}, {pointer(momentum), "momentum"}, {pointer(copy), "copy"},
+                   {&grad, "grad"}},
+                  3);
+  check_finite(lr, "lr");
+  check_finite(weight_decay, "weight_decay");
+  check_finite(mu, "mu");
   ML_CHECK(momentum.has_value() || mu == 0.0, "momentum: is absent, so its factor must be 0");
   refuse_fp64_on_cuda(weight, "sgd_update");
 #ifdef ML_WITH_CUDA

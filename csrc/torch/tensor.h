@@ -2,6 +2,7 @@
 //
 //   ML_CHECK(condition, ...)   RuntimeError with the given text where it does not hold
 //   element_type(x, "x")       DType of a tensor; refuses what kernels do not compute with
+//   check_apart(x, y, ...)     what is written to shares no memory with y
 //   Rows / rows_of(x, "x")     a tensor as rows of its last dim at one stride; copied only where
 //                              its strides do not allow it
 //   new_like / new_shape       outputs on the device of an input
@@ -17,6 +18,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "cpu/elements.h"
@@ -57,11 +59,32 @@ inline void check_alike(const Tensor& x, const Tensor& other, const char* name) 
            name, ": lies on another device than the input");
 }
 
+template <class Sizes>
+inline std::string text_of(const Sizes& sizes) {
+  std::string text = "[";
+  for (const int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
 inline void check_shape(const Tensor& x, std::initializer_list<int64_t> shape, const char* name) {
   bool same = x.dim() == static_cast<int64_t>(shape.size());
   int64_t dim = 0;
   for (const int64_t size : shape) same = same && (dim < x.dim()) && x.size(dim) == size, ++dim;
-  ML_CHECK(same, name, ": wrong shape");
+  ML_CHECK(same, name, ": wrong shape ", text_of(x.sizes()), ", must be ", text_of(shape));
+}
+
+// By the memory between first and last element.
+inline void check_apart(const Tensor& written, const Tensor& other, const char* name,
+                        const char* other_name) {
+  if (written.numel() == 0 || other.numel() == 0) return;
+  const auto first = [](const Tensor& x) { return static_cast<const char*>(x.const_data_ptr()); };
+  const auto behind = [&](const Tensor& x) {
+    int64_t last = 0;
+    for (int64_t dim = 0; dim < x.dim(); ++dim) last += (x.size(dim) - 1) * x.stride(dim);
+    return first(x) + (last + 1) * static_cast<int64_t>(x.element_size());
+  };
+  ML_CHECK(behind(written) <= first(other) || behind(other) <= first(written), name,
+           ": is written to, must not share memory with ", other_name);
 }
 
 inline Tensor new_shape(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {

@@ -18,6 +18,8 @@ import torch
 from megatron_lite.errors import UserError
 from megatron_lite.native import build, sources
 
+LEVELS = ("base", "avx2", "avx512", "bf16", "amx")  # as in csrc/cpu/isa.cpp
+
 
 @dataclass(frozen=True)
 class Native:
@@ -54,9 +56,21 @@ def _find() -> Native:
         return Native(None, reason=str(error))
 
 
+def _check_level() -> None:
+    """The library itself would take a misspelt level for none."""
+    wanted = os.environ.get("MLITE_CPU_ISA", "")
+    if wanted and wanted not in LEVELS:
+        raise UserError(f"MLITE_CPU_ISA={wanted}: legal are {', '.join(LEVELS)}")
+
+
 @functools.cache
 def load_native() -> Native:
-    """Load the native library once per process; says why where there is none."""
+    """Load the native library once per process; says why where there is none.
+
+    Raises:
+        UserError: MLITE_CPU_ISA is none of LEVELS.
+    """
+    _check_level()
     native = _find()
     if native.library is None:
         return native

@@ -183,7 +183,8 @@ def _differentiable(
 ) -> tuple[Tensor, Tensor, Tensor]:
     v = logits.shape[1]
     peak, sums = cross_entropy_statistics(logits, target, v, label_smoothing != 0)
-    loss = cross_entropy_gradient_(logits, target, peak, sums, None, v, v, label_smoothing, z_loss)
+    # The operation that may write to the logits would count as a change of them.
+    loss = gradient_reference(logits, target, peak, sums, None, v, v, label_smoothing, z_loss)
     return loss.masked_fill_(~_held(target, v), 0.0), peak, sums
 
 
@@ -227,6 +228,12 @@ def cross_entropy(
     Returns:
         [...], fp32 (fp64 of fp64 logits).
     """
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits: must be [..., v] with v >= 1, not {list(logits.shape)}")
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"target: must have shape {list(logits.shape[:-1])}, not {list(target.shape)}"
+        )
     flat = logits.reshape(-1, logits.shape[-1])
     loss, _, _ = _cross_entropy(flat, target.reshape(-1), label_smoothing, z_loss)
     return loss.view(target.shape)  # type: ignore[no-any-return]

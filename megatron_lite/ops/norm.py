@@ -53,6 +53,10 @@ def _forward_reference(
     return out, summed, wide.new_empty(0), inverse.squeeze(-1)
 
 
+def _summed(rows: Tensor, dims: list[int]) -> Tensor:
+    return rows.sum(dims) if dims else rows.clone()  # no dims would mean all
+
+
 def _backward_reference(
     grad: Tensor,
     x: Tensor,
@@ -70,8 +74,9 @@ def _backward_reference(
     grad_x = (weighted - level - normed * (weighted * normed).mean(-1, keepdim=True)) * inverse
     if grad_sum is not None:
         grad_x = grad_x + grad_sum
-    weight_grad = (grad * normed).flatten(0, -2).sum(0)
-    bias_grad = inverse.new_empty(0) if mean is None else grad.flatten(0, -2).sum(0)
+    rows = list(range(x.dim() - 1))
+    weight_grad = _summed(grad * normed, rows)
+    bias_grad = inverse.new_empty(0) if mean is None else _summed(grad, rows)
     return grad_x.to(x.dtype), weight_grad, bias_grad
 
 

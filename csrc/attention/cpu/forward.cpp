@@ -151,7 +151,8 @@ void finish(Work<T>& w, const AttentionCall& call, const AttentionPiece& piece, 
   const int64_t row = piece.q_start + query0;
   A* const lse = static_cast<A*>(call.lse) + (piece.batch * p.heads + head) * p.q_len + row;
   for (int64_t i = 0; i < kQueries; ++i) {
-    const bool empty = w.sum[i] == 0;
+    // Finite scores beyond about 2^30 may round to a sum of 0: then NaN, not "sees nothing".
+    const bool empty = w.sum[i] == 0 && w.top[i] == -static_cast<A>(INFINITY);
     w.factors[i] = empty ? A(0) : A(1) / w.sum[i];
     if (i >= queries) continue;
     const double value = static_cast<double>(w.top[i]) * scale +
