@@ -221,6 +221,8 @@ def build_library(root: Path, cuda: bool) -> Path:
         if failure.is_file() and failure.read_text(encoding="utf-8").startswith(key):
             raise BuildError(failure.read_text(encoding="utf-8")[len(key) + 1 :])
         (directory / "build.ninja").write_text(_ninja_file(root, compiler, cuda), encoding="utf-8")
+        # Minutes of silence would look like a hang.
+        print(f"building the native operations, once per change: {directory}", file=sys.stderr)
         try:
             _run_ninja(directory)
         except BuildError as error:
