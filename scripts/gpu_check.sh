@@ -33,7 +33,7 @@ needed += [] if shutil.which("ninja") else ["ninja"]
 print(" ".join(name for name in needed if find_spec(name) is None))
 PY
 )"
-[ -z "$missing" ] || fail "the environment of $python lacks: $missing"
+[ -z "$missing" ] || fail "the environment of $python lacks: $missing (./scripts/setup.sh test installs them)"
 if ! capability="$("$python" - 2>/dev/null <<'PY'
 import torch
 major, minor = torch.cuda.get_device_capability(0)

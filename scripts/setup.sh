@@ -93,13 +93,21 @@ PY
         say "installing $torch_requirement (large: some minutes)"
         logged "${pip[@]}" install "$torch_requirement"
     fi
-    say "installing megatron_lite[$extras] and building its native helpers"
+    say "installing megatron_lite[$extras] and building its native operations (some minutes)"
     logged "${pip[@]}" install --no-build-isolation -e ".[$extras]"
 }
 
+# Build, and stamp what was built; what could not be built is told, and tried again next time.
 build_native() {
-    say "building native helpers"
+    local started warning
+    started="$(wc -l <"$log" 2>/dev/null || echo 0)"
     logged "$venv/bin/python" setup.py build_ext --inplace
+    warning="$(tail -n "+$((started + 1))" "$log" | grep '^warning: native helpers' || true)"
+    if [ -n "$warning" ]; then
+        echo "setup: $warning" >&2
+    else
+        fingerprint "${native_inputs[@]}" -- "$root" >"$native_stamp"
+    fi
 }
 
 # The environment of somebody else: say what it lacks instead of changing it.
@@ -127,7 +135,7 @@ if [ -n "${MLITE_VENV:-}" ] && ! [ "$MLITE_VENV" -ef "$root/.venv" ]; then
     venv="$MLITE_VENV"
     check_foreign
     # The environment is not ours to write to: log and stamp lie in the ignored build/.
-    mkdir -p build
+    mkdir -p build || fail "the folder $root/build cannot be made"
     log="$root/build/setup.log"
     native_stamp="build/native-$("$venv/bin/python" -c \
         'import sysconfig; print(sysconfig.get_config_var("SOABI"))').stamp"
@@ -148,13 +156,13 @@ else
         rm -f "$native_stamp"
         install_packages
         echo "$packages_key" >"$venv/packages-$profile.stamp"
-        fingerprint "${native_inputs[@]}" -- "$root" >"$native_stamp"
+        build_native
         say "environment ready in $((SECONDS - started)) s"
     fi
 fi
 
 native_key="$(fingerprint "${native_inputs[@]}" -- "$root")"
 if [ ! -f "$native_stamp" ] || [ "$(cat "$native_stamp")" != "$native_key" ]; then
+    say "building native operations (some minutes)"
     build_native
-    echo "$native_key" >"$native_stamp"
 fi

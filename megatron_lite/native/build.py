@@ -3,7 +3,7 @@
 The result is one shared object without Python in it. It lies in `build/native/<toolchain>/`
 of the checkout (or in the user's cache where that cannot be written), beside its key, the
 hash of everything that went into it. Processes that want it at the same time wait for one
-builder behind a file lock; a failure is recorded under the same key and not tried again.
+builder behind a file lock; a failure is remembered for ten minutes under the same key.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 from megatron_lite.native import sources
 
 LIBRARY = "mlite_ops.so"
+_FAILURE_LASTS_S = 600
 CUDA_MARK = "with_cuda"  # lies beside a library that was installed with CUDA kernels
 
 
@@ -170,14 +172,15 @@ def build_directory(root: Path, cuda: bool) -> Path:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(directory: Path) -> Iterator[int]:
+    """Hold the directory; yields the lock's descriptor."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        yield handle.fileno()
 
 
-def _run_ninja(directory: Path) -> None:
+def _run_ninja(directory: Path, lock: int) -> None:
     ninja = Path(sys.executable).parent / "ninja"
     command = [str(ninja) if ninja.exists() else shutil.which("ninja") or "ninja"]
     if jobs := os.environ.get("MAX_JOBS"):
@@ -185,7 +188,14 @@ def _run_ninja(directory: Path) -> None:
     log = directory / "build.log"
     with open(log, "w", encoding="utf-8") as output:
         try:
-            done = subprocess.run(command, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
+            # ninja inherits the lock: where we are killed, the next builder waits for it.
+            done = subprocess.run(
+                command,
+                cwd=directory,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lock,),
+            )
         except FileNotFoundError:
             raise BuildError("ninja is not installed (pip install ninja)") from None
     if done.returncode != 0:
@@ -215,19 +225,29 @@ def build_library(root: Path, cuda: bool) -> Path:
     key = sources.fingerprint(root, compiler, _toolchain(cuda), *architectures)
     directory = build_directory(root, cuda)
     library, stamp, failure = (directory / n for n in (LIBRARY, f"{LIBRARY}.key", "failed"))
-    with _locked(directory):
+    with _locked(directory) as lock:
         if library.is_file() and stamp.is_file() and stamp.read_text() == key:
             return library
-        if failure.is_file() and failure.read_text(encoding="utf-8").startswith(key):
-            raise BuildError(failure.read_text(encoding="utf-8")[len(key) + 1 :])
+        _refuse_to_repeat(failure, key)
         (directory / "build.ninja").write_text(_ninja_file(root, compiler, cuda), encoding="utf-8")
         # Minutes of silence would look like a hang.
         print(f"building the native operations, once per change: {directory}", file=sys.stderr)
         try:
-            _run_ninja(directory)
+            _run_ninja(directory, lock)
         except BuildError as error:
             failure.write_text(f"{key}\n{error}", encoding="utf-8")
             raise
         failure.unlink(missing_ok=True)
         stamp.write_text(key)
         return library
+
+
+def _refuse_to_repeat(failure: Path, key: str) -> None:
+    """Do not let every rank of a job, one after the other, fail for minutes."""
+    try:
+        text, age_s = failure.read_text(encoding="utf-8"), time.time() - failure.stat().st_mtime
+    except FileNotFoundError:
+        return
+    if text.startswith(key) and age_s < _FAILURE_LASTS_S:
+        raise BuildError(f"{text[len(key) + 1 :]}; failed {age_s:.0f} s ago, remembered for "
+                         f"{_FAILURE_LASTS_S} s")  # fmt: skip

@@ -52,7 +52,7 @@ def _find() -> Native:
     cuda = build.wants_cuda()
     try:
         return Native(build.build_library(root, cuda), cuda)
-    except build.BuildError as error:
+    except (build.BuildError, OSError) as error:  # also a full or read-only disk
         return Native(None, reason=str(error))
 
 

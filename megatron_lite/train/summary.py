@@ -123,8 +123,10 @@ def describe_data(parts: Parts, tokenizer: Tokenizer) -> dict[str, str]:
 
 def describe_device(parts: Parts) -> str:
     """Where the run computes and how its ranks talk."""
+    operations = "native" if parts.native else "plain torch"
     if parts.device.type == "cuda":
-        return f"{torch.cuda.get_device_name(parts.device)}, NCCL"
+        return f"{torch.cuda.get_device_name(parts.device)}, NCCL, {operations} operations"
     threads = torch.get_num_threads()
     transport = "gloo" if parts.groups.world.size > 1 else "one process"
-    return f"cpu, {transport}, {threads} thread{'s' if threads > 1 else ''} per rank"
+    per_rank = f"{threads} thread{'s' if threads > 1 else ''} per rank"
+    return f"cpu, {transport}, {per_rank}, {operations} operations"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,15 +83,46 @@ def test_failed_build_names_the_error_and_is_not_repeated(
     with pytest.raises(build.BuildError, match="nothing"):
         build.build_library(root, cuda=False)
 
-    def unexpected(directory: Path) -> None:
+    def unexpected(directory: Path, lock: int) -> None:
         raise AssertionError("built a second time")
 
     monkeypatch.setattr(build, "_run_ninja", unexpected)
-    with pytest.raises(build.BuildError, match="nothing"):
+    with pytest.raises(build.BuildError, match=r"nothing.*remembered for 600 s"):
+        build.build_library(root, cuda=False)
+    failure = build.build_directory(root, cuda=False) / "failed"
+    os.utime(failure, (0, 0))
+    with pytest.raises(AssertionError, match="second time"):
         build.build_library(root, cuda=False)
     monkeypatch.undo()
     broken.write_text('extern "C" int one() { return 1; }\n')
     assert build.build_library(root, cuda=False).is_file()
+
+
+def test_ninja_keeps_the_lock_of_a_builder_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = copy_of_sources(tmp_path)
+    inherited = []
+
+    def watched(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        inherited.extend(options["pass_fds"])
+        (lock,) = options["pass_fds"]
+        assert os.readlink(f"/proc/self/fd/{lock}").endswith("/lock")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(build.subprocess, "run", watched)
+    build.build_library(root, cuda=False)
+    assert inherited
+
+
+def test_place_that_cannot_be_written_is_a_reason_not_a_crash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(root: Path, cuda: bool) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build, "build_library", full)
+    assert "No space left" in load._find().reason
 
 
 def test_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
