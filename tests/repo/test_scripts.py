@@ -105,10 +105,24 @@ def test_failing_tests_fail_the_script(tmp_path: Path) -> None:
 def test_second_setup_in_an_existing_environment_builds_nothing(tmp_path: Path) -> None:
     checkout, venv = copy_checkout(tmp_path), fake_environment(tmp_path)
     first = run_script("scripts/setup.sh", "test", cwd=checkout, MLITE_VENV=str(venv))
-    assert "building native helpers" in first.stdout, first.stderr
+    assert "building native operations" in first.stdout, first.stderr
     second = run_script("scripts/setup.sh", "test", cwd=checkout, MLITE_VENV=str(venv))
     assert second.returncode == 0
     assert "setup:" not in second.stdout + second.stderr
+
+
+def test_native_build_that_failed_is_told_and_tried_again(tmp_path: Path) -> None:
+    checkout, venv = copy_checkout(tmp_path), fake_environment(tmp_path)
+    write_program(
+        venv / "bin" / "python",
+        "#!/bin/sh\n"
+        'case "$1" in setup.py) echo "warning: native helpers not built (no compiler)";;'
+        " -|-c) echo key;; esac\n",
+    )
+    for _ in range(2):
+        result = run_script("scripts/setup.sh", "test", cwd=checkout, MLITE_VENV=str(venv))
+        assert result.returncode == 0
+        assert "setup: warning: native helpers not built (no compiler)" in result.stderr
 
 
 def test_environment_that_lacks_a_package_is_told_how_to_get_it(tmp_path: Path) -> None:
