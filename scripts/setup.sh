@@ -100,7 +100,8 @@ PY
 # Build, and stamp what was built; what could not be built is told, and tried again next time.
 build_native() {
     local started warning
-    started="$(wc -l <"$log" 2>/dev/null || echo 0)"
+    touch "$log"
+    started="$(wc -l <"$log")"
     logged "$venv/bin/python" setup.py build_ext --inplace
     warning="$(tail -n "+$((started + 1))" "$log" | grep '^warning: native helpers' || true)"
     if [ -n "$warning" ]; then
