@@ -40,7 +40,7 @@ def accumulate_product(main: Tensor, a: Tensor, b: Tensor, native: bool) -> None
         b: [t, n], same dtype as a, any row stride.
         native: the native operation may be used.
     """
-    if native and a.dtype in (torch.bfloat16, torch.float16):
+    if native and main.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
         _accumulate(main, a, b)
     else:
         _reference(main, a, b)
