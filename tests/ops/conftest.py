@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,8 @@ LEVELS = ("base", "avx2", "avx512", "bf16", "amx")
 def native() -> Native:
     loaded = load_native()
     if loaded.library is None:
+        if os.environ.get("MLITE_REQUIRE_NATIVE", "0") not in ("", "0"):
+            pytest.fail(f"native library required: {loaded.reason}")
         pytest.skip(f"no native library: {loaded.reason}")
     return loaded
 
