@@ -16,28 +16,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron_lite.checkpoint.strict_json import plain_json
+from megatron_lite.config.architecture import ARCHITECTURE_FIELDS
 from megatron_lite.errors import UserError
 
 ABSENT = "absent"
-ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "vocab_size",
-    "position_embedding_type",
-    "rotary_base",
-    "normalization",
-    "layernorm_epsilon",
-    "layernorm_zero_centered_gamma",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-)
 
 
 @dataclass(frozen=True)
@@ -52,8 +34,8 @@ class ResumeRule:
 
 
 RULES: tuple[ResumeRule, ...] = (
-    *(ResumeRule(f"facts.{name}", "refuse_always") for name in ARCHITECTURE),
-    *(ResumeRule(f"facts.{name}.*", "refuse_always") for name in ARCHITECTURE),
+    *(ResumeRule(f"facts.{name}", "refuse_always") for name in ARCHITECTURE_FIELDS),
+    *(ResumeRule(f"facts.{name}.*", "refuse_always") for name in ARCHITECTURE_FIELDS),
     ResumeRule("facts*", "refuse"),
     ResumeRule("counters*", "ignore"),
     ResumeRule("schedule*", "ignore"),

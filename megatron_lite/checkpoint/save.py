@@ -102,13 +102,41 @@ def save_checkpoint(
 
     Comm: four exchanges of a few hundred bytes per rank over `group`.
     """
-    started = time.monotonic()
-    files = files or FileSystem()
     snapshots: list[tuple[SnapshotPiece, ...]] = []
     every_rank(lambda: snapshots.append(take_snapshot(entries)), group, Path(root))
+    return save_snapshot(
+        root,
+        step,
+        snapshots[0],
+        state,
+        group,
+        epoch=epoch,
+        overwrite=overwrite,
+        keep_last=keep_last,
+        retain_interval=retain_interval,
+        files=files,
+    )
+
+
+def save_snapshot(
+    root: str | Path,
+    step: int,
+    snapshot: tuple[SnapshotPiece, ...],
+    state: Mapping[str, Any],
+    group: Group,
+    *,
+    epoch: int = 0,
+    overwrite: bool = False,
+    keep_last: int | None = None,
+    retain_interval: int | None = None,
+    files: FileSystem | None = None,
+) -> SaveResult:
+    """Write and publish what a snapshot has fixed; arguments as of `save_checkpoint`."""
+    started = time.monotonic()
+    files = files or FileSystem()
     request, lock = _begin(Path(root), step, epoch, state, overwrite, group, files)
     try:
-        every_rank(lambda: write_rank(request, snapshots[0], files), group, request.root)
+        every_rank(lambda: write_rank(request, snapshot, files), group, request.root)
         total = first_rank(lambda: publish_attempt(request, files).num_bytes, group, request.root)
     except BaseException:
         if lock is not None:

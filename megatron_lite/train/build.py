@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_lite import __version__
+from megatron_lite.config.architecture import architecture_facts
 from megatron_lite.config.plan import Plan, build_plan
 from megatron_lite.config.resolve import resolved_values
 from megatron_lite.config.schema import Config
@@ -299,24 +300,8 @@ def describe_run(
     # Checked as fields of their own, or evaluation data, which changes no step.
     elsewhere = ("seed", "sequence_length", "split", "valid", "test")
     facts = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.kv_channels,
-        "vocab_size": model.vocab_size,
+        **architecture_facts(model),
         "seq_length": model.seq_length,
-        "position_embedding_type": model.position,
-        "rotary_base": dataclasses.asdict(model.rotary) if model.rotary else None,
-        "normalization": model.normalization,
-        "layernorm_epsilon": model.norm_epsilon,
-        "layernorm_zero_centered_gamma": model.norm_one_plus,
-        "swiglu": [model.activation, model.gated],
-        "add_bias_linear": model.linear_bias,
-        "add_qkv_bias": model.qkv_bias,
-        "qk_layernorm": model.qk_norm,
-        "untie_embeddings_and_output_weights": not model.tied,
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
         "seed": config.seed,

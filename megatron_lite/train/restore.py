@@ -26,16 +26,16 @@ from megatron_lite.checkpoint.commit import TRACKER_FILE
 from megatron_lite.checkpoint.load import load_newest
 from megatron_lite.checkpoint.reader import Checkpoint
 from megatron_lite.checkpoint.save import check_writable, save_checkpoint
+from megatron_lite.checkpoint.state import RUN_ORIGIN, check_state, is_converted
 from megatron_lite.checkpoint.tensors import StateEntry
 from megatron_lite.config.resolve import resolved_values
-from megatron_lite.errors import DamagedError, UserError
+from megatron_lite.errors import UserError
 from megatron_lite.shard.pieces import StatePiece
 from megatron_lite.telemetry.lines import format_saved, format_saving
 from megatron_lite.train.parts import Core, Parts
 from megatron_lite.train.state import TrainState
 
 TOLD_CHANGES = ("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
-STATE_KEYS = ("config", "counters", "facts", "layout", "schedule", "versions")
 
 
 def entry_name(piece: StatePiece) -> str:
@@ -70,6 +70,7 @@ def save_run(parts: Parts, state: TrainState) -> None:
             "counters": state.to_dict(),
             "facts": dict(parts.facts),
             "layout": plain_json(dataclasses.asdict(plan.parallel)),
+            "origin": dict(RUN_ORIGIN),
             "schedule": parts.rates.state_dict(),
             "versions": {"megatron_lite": __version__, "torch": str(torch.__version__)},
         },
@@ -132,20 +133,22 @@ def load_run(core: Core) -> Restored | None:
     config = core.config
     if config.load is None:
         return None
-    wanted = {entry_name(piece): piece for piece in _wanted_pieces(core)}
     try:
         loaded = load_newest(
             config.load,
             core.groups.world,
-            lambda checkpoint: _read(core, checkpoint, wanted),
+            lambda checkpoint: _read(core, checkpoint),
             step=config.ckpt_step,
         )
     except NoCheckpoint as error:
         return Restored(TrainState(), (_accept_nothing(core, error),))
     notes = [f"warning: step {item.step} passed over: {item.reason}" for item in loaded.passed_over]
-    state = _apply(core, loaded.checkpoint, loaded.value, wanted)
+    state = _apply(core, loaded.checkpoint, loaded.value)
     step = loaded.checkpoint.step
     notes += _changed_settings(core, loaded.checkpoint)
+    if is_converted(loaded.checkpoint.state):
+        source = loaded.checkpoint.state["origin"]["source"]
+        notes.append(f"note: converted from {source}: weights only, this run starts at step 0")
     notes.append(f"  successfully loaded checkpoint from {config.load} at iteration {step}")
     passed_over = tuple(item.step for item in loaded.passed_over)
     return Restored(state, tuple(notes), loaded=True, passed_over=passed_over)
@@ -180,13 +183,14 @@ def check_save_directory(core: Core, restored: Restored) -> None:
         )
 
 
-def _wanted_pieces(core: Core) -> list[StatePiece]:
-    weights_only = core.config.finetune or core.config.no_load_optim
-    return [
-        piece
-        for piece in core.optimizer.state_pieces()
-        if piece.kind == "param" or not weights_only
-    ]
+def _takes_weights_only(core: Core, checkpoint: Checkpoint) -> bool:
+    config = core.config
+    return config.finetune or config.no_load_optim or is_converted(checkpoint.state)
+
+
+def _starts_anew(core: Core, checkpoint: Checkpoint) -> bool:
+    """Whether counters and schedules start at 0 with what is loaded."""
+    return core.config.finetune or is_converted(checkpoint.state)
 
 
 def _accept_nothing(core: Core, error: NoCheckpoint) -> str:
@@ -204,37 +208,40 @@ def _accept_nothing(core: Core, error: NoCheckpoint) -> str:
     ) from error
 
 
-def _read(
-    core: Core, checkpoint: Checkpoint, wanted: Mapping[str, StatePiece]
-) -> dict[str, Tensor]:
+def _read(core: Core, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Compare names and facts, then read this rank's boxes into new tensors."""
-    config = core.config
-    if set(checkpoint.state) != set(STATE_KEYS):
-        raise DamagedError(f"{checkpoint.directory}: state has {sorted(checkpoint.state)}")
-    expected = _expected(core)
-    allow = set(config.ckpt_allow)
-    if config.finetune or config.no_load_optim:
+    check_state(checkpoint.state, checkpoint.directory)
+    weights_only = _takes_weights_only(core, checkpoint)
+    expected = _expected(core, weights_only)
+    allow = set(core.config.ckpt_allow)
+    if weights_only:
         # The optimizer state of the checkpoint stays where it is.
         extra = [n for n in checkpoint.names if n.startswith("optim/") and n not in expected]
         expected |= {name: (checkpoint.dtype(name), checkpoint.shape(name)) for name in extra}
         allow |= {"dtype"}
-    if not config.finetune:
+    if not core.config.finetune:
         # Before the names: one changed number explains a difference in every tensor.
         _check_facts(core, checkpoint)
     difference = checkpoint.check_names(expected, allow)
     left = {*difference.missing, *difference.shape}
     return {
         name: checkpoint.read(name, piece.box.offset, piece.box.shape)
-        for name, piece in wanted.items()
-        if name not in left
+        for name, piece in _pieces_by_name(core).items()
+        if name not in left and (piece.kind == "param" or not weights_only)
     }
 
 
-def _expected(core: Core) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
+def _pieces_by_name(core: Core) -> dict[str, StatePiece]:
+    return {entry_name(piece): piece for piece in core.optimizer.state_pieces()}
+
+
+def _expected(
+    core: Core, weights_only: bool
+) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
     """Every tensor that the run wants to load, over all ranks: from the specs alone."""
     precision, optimizer = core.plan.precision, core.optimizer
     kinds = {"": precision.compute}
-    if not (core.config.finetune or core.config.no_load_optim):
+    if not weights_only:
         if optimizer.masters:
             kinds["optim/master/"] = precision.master
         kinds |= {f"optim/{kind}/": precision.master for kind in optimizer.state}
@@ -251,10 +258,11 @@ def _check_facts(core: Core, checkpoint: Checkpoint) -> None:
     allowed = {
         word.removeprefix("--").replace("-", "_") for word in core.config.allow_resume_change
     }
+    names = saved if is_converted(checkpoint.state) else core.facts
     lines = [
         f"\n  {name}: {saved.get(name)!r} in the checkpoint, {value!r} now"
         for name, value in core.facts.items()
-        if name not in allowed and saved.get(name) != value
+        if name in names and name not in allowed and saved.get(name) != value
     ]
     if lines:
         raise UserError(
@@ -274,16 +282,11 @@ def _changed_settings(core: Core, checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _apply(
-    core: Core,
-    checkpoint: Checkpoint,
-    tensors: Mapping[str, Tensor],
-    wanted: Mapping[str, StatePiece],
-) -> TrainState:
+def _apply(core: Core, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> TrainState:
     """Put what was read into the run."""
     config = core.config
     state = TrainState()
-    if not config.finetune:
+    if not _starts_anew(core, checkpoint):
         state = TrainState.from_dict(checkpoint.state["counters"])
         core.rates.load_state_dict(
             checkpoint.state["schedule"],
@@ -292,9 +295,10 @@ def _apply(
         )
     if config.no_load_optim:
         state.updates = 0
+    pieces = _pieces_by_name(core)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            wanted[name].tensor.copy_(tensor)
+            pieces[name].tensor.copy_(tensor)
     masters = any(name.startswith("optim/master/") for name in tensors)
     core.optimizer.after_load("master" if masters else "param", updates=state.updates)
     return state

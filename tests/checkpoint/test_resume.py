@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import compare_state, open_checkpoint
-from megatron_lite.checkpoint.resume import ARCHITECTURE, RULES
+from megatron_lite.checkpoint.resume import RULES
+from megatron_lite.config.architecture import ARCHITECTURE_FIELDS
 from megatron_lite.errors import UserError
 from tests.checkpoint.tiny import save_tiny, tiny_tensors
 
@@ -87,7 +88,7 @@ def test_silent_changes_are_refused_unless_allowed(path: str, value: Any, field:
 def test_another_architecture_is_always_refused_with_both_values(path: str) -> None:
     told = rf"{path}: [0-9.]+ -> 999 \(another architecture\)"
     with pytest.raises(UserError, match=told):
-        compare_state(run_state(), changed(f"facts.{path}", 999), [*ARCHITECTURE, "facts"])
+        compare_state(run_state(), changed(f"facts.{path}", 999), [*ARCHITECTURE_FIELDS, "facts"])
 
 
 @pytest.mark.parametrize("path", ["layout.tp", "versions.torch", "config.log_interval"])

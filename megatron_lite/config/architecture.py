@@ -1,0 +1,56 @@
+"""What a model is: the facts on which a checkpoint and a run must agree, always.
+
+Keys are the configuration fields that set them. Sizes that training may change without
+changing the meaning of a weight (sequence length, dropout, padding) are not among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_lite.config.plan import ModelShape
+
+ARCHITECTURE_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "position_embedding_type",
+    "rotary_base",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+)
+
+
+def architecture_facts(model: ModelShape) -> dict[str, Any]:
+    """Return the architecture as JSON-able values, by configuration field."""
+    values = (
+        model.num_layers,
+        model.hidden_size,
+        model.ffn_hidden_size,
+        model.num_attention_heads,
+        model.num_query_groups,
+        model.kv_channels,
+        model.vocab_size,
+        model.position,
+        dataclasses.asdict(model.rotary) if model.rotary else None,
+        model.normalization,
+        model.norm_epsilon,
+        model.norm_one_plus,
+        [model.activation, model.gated],
+        model.linear_bias,
+        model.qkv_bias,
+        model.qk_norm,
+        not model.tied,
+    )
+    return dict(zip(ARCHITECTURE_FIELDS, values, strict=True))
