@@ -54,7 +54,8 @@ from megatron_lite.telemetry.timers import STEP_TIMERS, Timers
 from megatron_lite.train.agreement import check_agreement
 from megatron_lite.train.dump import DebugDump
 from megatron_lite.train.parts import Core, Parts
-from megatron_lite.train.restore import Restored, check_save_directory, load_run, plain_json
+from megatron_lite.train.restore import Restored, load_run, plain_json
+from megatron_lite.train.saving import check_save_directory
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.summary import announce
 from megatron_lite.train.weights_hash import hash_weights

@@ -20,7 +20,7 @@ from megatron_lite.train.dump import dump_start
 from megatron_lite.train.evaluate import evaluate
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.report import report_step
-from megatron_lite.train.restore import save_run
+from megatron_lite.train.saving import save_run
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.step import StepReport, TrainStep
 

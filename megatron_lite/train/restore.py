@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, and how a run continues from one.
+"""How a run continues from a checkpoint.
 
 Tensors are logical pieces: NAME for a weight in the compute dtype, optim/{kind}/NAME for
 masters and optimizer state. Beside them lies a closed JSON object: counters, schedules and
@@ -8,31 +8,23 @@ compared before anything of the run is touched.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lite import __version__
-from megatron_lite.checkpoint.catalog import NoCheckpoint, published_steps
+from megatron_lite.checkpoint.catalog import NoCheckpoint
 from megatron_lite.checkpoint.commit import TRACKER_FILE
 from megatron_lite.checkpoint.load import load_newest
 from megatron_lite.checkpoint.reader import Checkpoint
-from megatron_lite.checkpoint.save import check_writable, save_checkpoint
-from megatron_lite.checkpoint.state import RUN_ORIGIN, check_state, is_converted
-from megatron_lite.checkpoint.tensors import StateEntry
-from megatron_lite.config.resolve import resolved_values
+from megatron_lite.checkpoint.state import check_state, is_converted
 from megatron_lite.errors import UserError
 from megatron_lite.shard.pieces import StatePiece
-from megatron_lite.telemetry.lines import format_saved, format_saving
-from megatron_lite.train.parts import Core, Parts
+from megatron_lite.train.parts import Core
 from megatron_lite.train.state import TrainState
 
 TOLD_CHANGES = ("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
@@ -48,60 +40,6 @@ def plain_json(value: Mapping[str, Any]) -> dict[str, Any]:
     """What JSON gives back of a value, so that saved and present ones compare equal."""
     plain: dict[str, Any] = json.loads(json.dumps(value))
     return plain
-
-
-def save_run(parts: Parts, state: TrainState) -> None:
-    """Write and publish a checkpoint of this moment; every rank calls it."""
-    config, plan = parts.config, parts.plan
-    assert config.save is not None
-    say, iteration = parts.telemetry.say, state.iteration
-    say(format_saving(iteration, config.save, "megatron_lite"))
-    entries = [
-        StateEntry(entry_name(p), p.tensor, p.spec.shape, p.box.offset, p.owned)
-        for p in parts.optimizer.state_pieces()
-        if p.kind == "param" or not config.no_save_optim
-    ]
-    result = save_checkpoint(
-        config.save,
-        iteration,
-        entries,
-        {
-            "config": plain_json(resolved_values(config, plan.parallel.world_size)),
-            "counters": state.to_dict(),
-            "facts": dict(parts.facts),
-            "layout": plain_json(dataclasses.asdict(plan.parallel)),
-            "origin": dict(RUN_ORIGIN),
-            "schedule": parts.rates.state_dict(),
-            "versions": {"megatron_lite": __version__, "torch": str(torch.__version__)},
-        },
-        parts.groups.world,
-        overwrite=config.overwrite_save,
-        keep_last=config.keep_last,
-        retain_interval=config.save_retain_interval,
-    )
-    for note in result.notes:
-        say(f"  {note}")
-    if config.log_progress and parts.groups.world.rank == 0:
-        note_progress(Path(config.save), state, parts.groups.world.size)
-    say(format_saved(iteration, config.save, plan.parallel.tp, plan.parallel.pp))
-    parts.telemetry.event(
-        "save",
-        iteration,
-        directory=str(result.directory),
-        bytes=result.bytes,
-        elapsed_ms=result.seconds * 1e3,
-    )
-
-
-def note_progress(root: Path, state: TrainState, world_size: int) -> None:
-    """Append a line to progress.txt (`--log-progress`)."""
-    now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-    job = os.environ.get("SLURM_JOB_ID", "")
-    with open(root / "progress.txt", "a", encoding="utf-8") as file:
-        file.write(
-            f"{now}\tJob ID: {job}\t# GPUs: {world_size}\tSaved checkpoint\t"
-            f"Iteration: {state.iteration}\tConsumed samples: {state.consumed_samples}\n"
-        )
 
 
 @dataclass(frozen=True)
@@ -152,35 +90,6 @@ def load_run(core: Core) -> Restored | None:
     notes.append(f"  successfully loaded checkpoint from {config.load} at iteration {step}")
     passed_over = tuple(item.step for item in loaded.passed_over)
     return Restored(state, tuple(notes), loaded=True, passed_over=passed_over)
-
-
-def check_save_directory(core: Core, restored: Restored) -> None:
-    """Refuse before the first step where saving would fail, or meet another run's steps.
-
-    Raises:
-        UserError: the directory cannot be written, or a step that this run is going to
-            reach is published already.
-
-    Comm: one exchange of a few hundred bytes per rank.
-    """
-    config, start = core.config, restored.state.iteration
-    if config.save is None:
-        return
-    check_writable(Path(config.save), core.groups.world)
-    if config.overwrite_save:
-        return
-    replaceable = restored.passed_over if config.load == config.save else ()
-    ahead = [
-        step
-        for step in published_steps(Path(config.save))
-        if start < step <= core.plan.batch.train_iters and step not in replaceable
-    ]
-    if ahead:
-        raise UserError(
-            f"--save {config.save} holds checkpoints of the steps {', '.join(map(str, ahead[:5]))} "
-            f"and this run starts at step {start}: continue that run with --load {config.save}, "
-            "save to another directory, or replace them with --overwrite-save"
-        )
 
 
 def _takes_weights_only(core: Core, checkpoint: Checkpoint) -> bool:
