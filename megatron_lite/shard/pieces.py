@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_lite.config.plan import ParallelShape
 from megatron_lite.shard.flat import BufferKey, FlatLayout
 from megatron_lite.spec.params import ParamSpec
-from megatron_lite.spec.shards import Box, is_owner, local_box
+from megatron_lite.spec.shards import Box, Replica, is_owner, local_box, replica
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Piece:
         stop: end of the held rows, padding rows included.
         owned: whether this rank speaks for the region, over all replicas.
         speaks_for_tensor: the same, leaving data and context replicas aside.
+        replica: which of the region's copies this is.
     """
 
     spec: ParamSpec
@@ -43,6 +44,7 @@ class Piece:
     stop: int
     owned: bool
     speaks_for_tensor: bool
+    replica: Replica
 
     def of(self, buffer: Tensor) -> Tensor:
         """View of a flat buffer in the box's shape, without padding."""
@@ -57,6 +59,7 @@ class StatePiece(NamedTuple):
     tensor: Tensor  # writable view of box.shape
     box: Box
     owned: bool
+    replica: Replica
 
 
 class Range(NamedTuple):
@@ -99,6 +102,7 @@ def find_pieces(
                     stop=start + view.rows * row,
                     owned=is_owner(spec, coordinate, parallel),
                     speaks_for_tensor=is_owner(spec, same_data, parallel),
+                    replica=replica(spec, coordinate, parallel),
                 )
             )
     return tuple(pieces)
@@ -111,7 +115,7 @@ def state_pieces(
     for piece in pieces:
         if piece.box.elements:
             tensor = piece.of(buffers[piece.key])
-            yield StatePiece(kind, piece.spec, tensor, piece.box, piece.owned)
+            yield StatePiece(kind, piece.spec, tensor, piece.box, piece.owned, piece.replica)
 
 
 def norm_ranges(pieces: Sequence[Piece], part: Mapping[str, tuple[int, int]]) -> tuple[Range, ...]:

@@ -73,22 +73,44 @@ def local_box(spec: ParamSpec, coordinate: Mapping[str, int], parallel: Parallel
     return Box(tuple(offset), tuple(shape))
 
 
-def is_owner(spec: ParamSpec, coordinate: Mapping[str, int], parallel: ParallelShape) -> bool:
-    """Whether this rank speaks for its region (norm, checkpoint, dump).
+@dataclass(frozen=True)
+class Replica:
+    """Which of the equal copies of a region a rank holds.
 
-    Over all replicas - of the data and context axes, of the axes the parameter is not cut
-    over, and of ranks that share a piece - exactly one rank is the owner.
+    Attributes:
+        index: 0 is the owner, who speaks for the region where one rank has to.
+        count: copies of the region over all ranks.
+        axes: what the ranks of the copies differ in. On one rank, regions of equal `axes`
+            are held by the same set of ranks.
     """
-    cut_axes = {spec.cut_axis} if spec.cut_axis else set()
-    tensor_axis = "tp" if spec.grid == "dense" else "etp"
-    replicated = {"cp", "dp", tensor_axis} if spec.grid == "dense" else {"edp", "ep", tensor_axis}
-    for axis in replicated - cut_axes:
-        if coordinate.get(axis, 0) != 0:
-            return False
-    if spec.cut_axis is None:
-        return True
-    ranks_per_piece = axis_size(parallel, spec.cut_axis) // spec.parts
-    return coordinate[spec.cut_axis] % ranks_per_piece == 0
+
+    index: int = 0
+    count: int = 1
+    axes: str = ""
+
+
+def replica(spec: ParamSpec, coordinate: Mapping[str, int], parallel: ParallelShape) -> Replica:
+    """Number the copies of the region that the rank at `coordinate` holds.
+
+    Copies are on the ranks of the data and context axes, of the axes the parameter is not
+    cut over, and on those that share a piece (fewer pieces than ranks on the axis).
+    """
+    index, count, names = 0, 1, [spec.grid]
+    axes = ("tp", "cp", "dp") if spec.grid == "dense" else ("etp", "ep", "edp")
+    for axis in axes:
+        size, position = axis_size(parallel, axis), coordinate.get(axis, 0)
+        if axis == spec.cut_axis:
+            size //= spec.parts
+            position %= size
+        index += position * count
+        count *= size
+        names.append(f"{axis}{size}")
+    return Replica(index, count, "-".join(names))
+
+
+def is_owner(spec: ParamSpec, coordinate: Mapping[str, int], parallel: ParallelShape) -> bool:
+    """Whether this rank speaks for its region (norm, dump): exactly one of its copies does."""
+    return replica(spec, coordinate, parallel).index == 0
 
 
 def copies(spec: ParamSpec, parallel: ParallelShape) -> int:
