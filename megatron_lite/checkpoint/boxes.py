@@ -38,6 +38,19 @@ def relative_slices(region: Region, origin: Dims) -> tuple[slice, ...]:
     )
 
 
+def contiguous_range(region: Region, shape: Dims) -> tuple[int, int] | None:
+    """Return (first, stop) when `region` is one run of elements of a row-major `shape`."""
+    offset, extent = region
+    first, below, whole = 0, 1, True
+    for low, size, full in zip(reversed(offset), reversed(extent), reversed(shape), strict=True):
+        if not whole and size != 1:
+            return None
+        first += low * below
+        below *= full
+        whole = whole and size == full
+    return first, first + math.prod(extent)
+
+
 def tiling_fault(shape: Dims, regions: Sequence[Region]) -> str | None:
     """Say why `regions` do not cover a tensor of `shape` exactly once; None if they do."""
     for region in regions:

@@ -24,6 +24,7 @@ from megatron_lite.checkpoint.manifest import (
     parse_pointer,
     pointer_path,
 )
+from megatron_lite.checkpoint.ranges import Fetch, already_here
 from megatron_lite.checkpoint.verify import check_data, check_structure, load_manifest
 from megatron_lite.errors import DamagedError, UserError
 
@@ -51,6 +52,7 @@ class Found:
     manifest_sha256: str
     manifest: Manifest
     passed_over: tuple[PassedOver, ...] = ()
+    fetch: Fetch = already_here
 
 
 def published_steps(root: Path) -> list[int]:

@@ -1,33 +1,37 @@
 """Reading any box of any logical tensor, whatever layout wrote the checkpoint.
 
-Only the pieces that touch the box are mapped; each is verified against its sha256 once,
-before its first use. Nothing is converted: what comes back has the dtype of the file.
+Only the pieces that touch a box are read, straight into their place where they are one run
+of bytes there. A piece is verified against its sha256 at its first use, as a whole, before
+anything of it is handed out. Nothing is converted: the dtype is that of the file.
 """
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.boxes import intersect, is_inside, relative_slices
+from megatron_lite.checkpoint.boxes import Region, intersect, is_inside, relative_slices
 from megatron_lite.checkpoint.catalog import Found, find_checkpoint
 from megatron_lite.checkpoint.manifest import Piece, TensorRecord, piece_key, shard_file
+from megatron_lite.checkpoint.pieces import PieceWork
+from megatron_lite.checkpoint.ranges import run_jobs
 from megatron_lite.checkpoint.shards import ShardHeader
 from megatron_lite.checkpoint.strict_json import encode_json
 from megatron_lite.checkpoint.tensors import (
     DTYPE_NAMES,
     TORCH_DTYPES,
     tensor_bytes,
-    tensor_over,
 )
-from megatron_lite.checkpoint.verify import check_hash, load_shard_header, map_range
+from megatron_lite.checkpoint.verify import load_shard_header
 from megatron_lite.errors import UserError
 
 ALLOWED_KINDS = ("missing", "unexpected", "dtype", "shape")
+BoxRequest = tuple[str, tuple[int, ...] | None, tuple[int, ...] | None]
 MAX_TOLD = 8  # differences of a kind listed in a message; a deep model has thousands
 
 
@@ -51,6 +55,7 @@ class Checkpoint:
         self._manifest = found.manifest
         self._headers: dict[int, ShardHeader] = {}
         self._verified: set[tuple[str, tuple[int, ...]]] = set()
+        self.bytes_read = 0  # from shard files, headers apart
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -81,37 +86,57 @@ class Checkpoint:
             DamagedError: a piece that is needed differs from its sha256, or its file is
                 gone or truncated.
         """
-        record = self._record(name)
-        offset = (0,) * len(record.shape) if offset is None else tuple(offset)
-        if shape is None:
-            shape = tuple(full - low for full, low in zip(record.shape, offset, strict=True))
-        wanted = (offset, tuple(shape))
-        if not is_inside(wanted, record.shape):
-            raise UserError(f"{name} {list(record.shape)}: no box {list(shape)} at {list(offset)}")
-        out = torch.empty(shape, dtype=TORCH_DTYPES[record.dtype])
-        for piece in record.pieces:
-            common = intersect(wanted, (piece.offset, piece.shape))
-            if common is None:
-                continue
-            target = out[relative_slices(common, offset)]
-            self._copy_piece(name, record, piece, relative_slices(common, piece.offset), target)
-        return out
+        return self.read_many([(name, offset, shape)])[0]
 
-    def _copy_piece(
-        self, name: str, record: TensorRecord, piece: Piece, part: tuple[slice, ...], out: Tensor
-    ) -> None:
+    def read_many(self, requests: Iterable[BoxRequest]) -> list[Tensor]:
+        """Return many boxes, (name, offset, shape) as `read` takes them, in their order.
+
+        Pieces are read and verified side by side by a few threads; memory beyond the
+        result is two chunks per thread. All or nothing: damage in one piece is an error,
+        and nothing is returned.
+        """
+        results: list[Tensor] = []
+        works: list[PieceWork] = []
+        for name, offset, shape in requests:
+            record = self._record(name)
+            offset = (0,) * len(record.shape) if offset is None else tuple(offset)
+            if shape is None:
+                shape = tuple(full - low for full, low in zip(record.shape, offset, strict=True))
+            wanted = (offset, tuple(shape))
+            if not is_inside(wanted, record.shape):
+                raise UserError(
+                    f"{name} {list(record.shape)}: no box {list(shape)} at {list(offset)}"
+                )
+            out = torch.empty(shape, dtype=TORCH_DTYPES[record.dtype])
+            results.append(out)
+            for piece in record.pieces:
+                common = intersect(wanted, (piece.offset, piece.shape))
+                if common is not None:
+                    target = out[relative_slices(common, offset)]
+                    works.append(self._piece_work(name, record, piece, common, target))
+        run_jobs([(work.num_bytes, partial(work.run, self.found.fetch)) for work in works])
+        self.bytes_read += sum(work.num_bytes for work in works)
+        self._verified.update(work.identity for work in works)
+        return results
+
+    def _piece_work(
+        self, name: str, record: TensorRecord, piece: Piece, common: Region, out: Tensor
+    ) -> PieceWork:
         if piece.rank not in self._headers:
             header = load_shard_header(self.directory, self._manifest, piece.rank)
             self._headers[piece.rank] = header
         key = piece_key(name, record.shape, piece.offset, piece.shape)
-        path = self.directory / shard_file(piece.rank)
-        with map_range(path, self._headers[piece.rank].tensors[key]) as data:
-            if (name, piece.offset) not in self._verified:
-                check_hash(data, piece.sha256, f"{path}: {key}")
-                self._verified.add((name, piece.offset))
-            view = tensor_over(data, record.dtype, piece.shape)
-            out.copy_(view[part])
-            del view  # the mapping cannot be closed while a tensor looks into it
+        low = tuple(a - b for a, b in zip(common[0], piece.offset, strict=True))
+        identity = (name, piece.offset)
+        return PieceWork(
+            path=self.directory / shard_file(piece.rank),
+            key=key,
+            tensor=self._headers[piece.rank].tensors[key],
+            sha256=None if identity in self._verified else piece.sha256,
+            part=(low, common[1]),
+            out=out,
+            identity=identity,
+        )
 
     def check_names(
         self,

@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megatron_lite.checkpoint.boxes import tiling_fault
@@ -28,6 +29,7 @@ from megatron_lite.checkpoint.manifest import (
     receipt_file,
     shard_file,
 )
+from megatron_lite.checkpoint.ranges import Fetch, already_here, open_range, run_jobs
 from megatron_lite.checkpoint.shards import CHUNK_BYTES, ShardHeader, ShardTensor, read_header
 from megatron_lite.errors import DamagedError
 
@@ -109,17 +111,26 @@ def check_receipt(directory: Path, rank: int) -> tuple[Receipt, str]:
     return receipt, hashlib.sha256(data).hexdigest()
 
 
-def check_data(directory: Path, manifest: Manifest) -> None:
-    """Read every tensor of every shard and compare its sha256."""
+def check_data(directory: Path, manifest: Manifest, fetch: Fetch = already_here) -> None:
+    """Read every tensor of every shard and compare its sha256, pieces side by side."""
     headers: Mapping[int, ShardHeader] = {
         rank: load_shard_header(directory, manifest, rank) for rank in range(len(manifest.shards))
     }
+    jobs = []
     for name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
             key = piece_key(name, tensor.shape, piece.offset, piece.shape)
+            found = headers[piece.rank].tensors[key]
             path = directory / shard_file(piece.rank)
-            with map_range(path, headers[piece.rank].tensors[key]) as data:
-                check_hash(data, piece.sha256, f"{path}: {key}")
+            work = partial(_check_piece, path, found, piece.sha256, f"{path}: {key}", fetch)
+            jobs.append((found.end - found.begin, work))
+    run_jobs(jobs)
+
+
+def _check_piece(path: Path, tensor: ShardTensor, sha256: str, what: str, fetch: Fetch) -> None:
+    fetch(path, tensor.begin, tensor.end)
+    with open_range(path, tensor.begin, tensor.end) as reader:
+        reader.finish(sha256, what)
 
 
 def check_hash(data: memoryview, sha256: str, what: str) -> None:
