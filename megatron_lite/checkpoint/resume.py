@@ -4,22 +4,26 @@
 architecture that differs is always refused; another fact that would silently make it
 another run (dataset, tokenizer, sequence length, seed, batch, ...) is refused unless
 `--allow-resume-change FIELD` names it; layout, versions and all other flags are logged.
-
-`state` is what the training code saves: `facts` (what decides the numbers, keyed by the
-configuration field that sets it), `config`, `layout`, `versions`; `counters` and
-`schedule` are progress, whose owners compare them while loading.
+Progress (counters, schedules, cursor) is ignored here: its owners compare it while loading.
+From the differences follows which of two contracts the resume keeps. Torch-free.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from megatron_lite.checkpoint.state import is_converted
 from megatron_lite.checkpoint.strict_json import plain_json
 from megatron_lite.config.architecture import ARCHITECTURE_FIELDS
+from megatron_lite.config.options import build_options
 from megatron_lite.errors import UserError
 
 ABSENT = "absent"
+REPLAY = "deterministic replay: same layout, bitwise"
+COVERAGE = "coverage-equivalent: layout changed ({}), same samples in the same global batches"
+OTHER_RUN = "neither replay nor coverage-equivalent: accepted changes make it another run ({})"
+SHOWN = 4  # paths of an unsure replay that are listed
 
 
 @dataclass(frozen=True)
@@ -33,19 +37,60 @@ class ResumeRule:
     action: str
 
 
+@dataclass(frozen=True)
+class Change:
+    """A difference that was accepted.
+
+    Attributes:
+        path: of the state, such as "layout.tp" or "facts.seed".
+        saved, current: both values.
+    """
+
+    path: str
+    saved: Any
+    current: Any
+
+    def __str__(self) -> str:
+        name = self.path.removeprefix("facts.").removeprefix("config.")
+        return f"{name}: {_brief(self.saved)} in the checkpoint, {_brief(self.current)} now"
+
+
 RULES: tuple[ResumeRule, ...] = (
     *(ResumeRule(f"facts.{name}", "refuse_always") for name in ARCHITECTURE_FIELDS),
     *(ResumeRule(f"facts.{name}.*", "refuse_always") for name in ARCHITECTURE_FIELDS),
     ResumeRule("facts*", "refuse"),
+    ResumeRule("randomness.scheme", "refuse_always"),
+    # Judged as facts, by configuration field.
+    ResumeRule("randomness.seed", "ignore"),
+    ResumeRule("loss*", "ignore"),
+    ResumeRule("batch.ramp*", "ignore"),
+    ResumeRule("cursor.corpus_sha256", "ignore"),
+    ResumeRule("config_sha256", "ignore"),
+    # Progress and what goes with it.
+    ResumeRule("canary*", "ignore"),
     ResumeRule("counters*", "ignore"),
+    ResumeRule("cursor.blend*", "ignore"),
+    ResumeRule("fp8*", "ignore"),
+    ResumeRule("scaler*", "ignore"),
     ResumeRule("schedule*", "ignore"),
+    ResumeRule("batch.dp_size", "ignore"),  # layout.dp
     ResumeRule("*", "log"),
 )
 
 
+def allowed_fields(words: Sequence[str]) -> set[str]:
+    """Return the fields that `--allow-resume-change` names, in either spelling."""
+    return {word.removeprefix("--").replace("-", "_") for word in words}
+
+
 def compare_state(
-    saved_state: Mapping[str, Any], current_state: Mapping[str, Any], allow: Sequence[str] = ()
-) -> list[str]:
+    saved_state: Mapping[str, Any],
+    current_state: Mapping[str, Any],
+    allow: Sequence[str] = (),
+    *,
+    weights_only: bool = False,
+    names: Mapping[str, str] | None = None,
+) -> list[Change]:
     """Compare the state of a checkpoint with the run's, before anything is changed.
 
     Args:
@@ -53,44 +98,98 @@ def compare_state(
         current_state: the same object, as this run would save it.
         allow: configuration fields whose changes the user accepts, in either spelling
             (`seq_length`, `--seq-length`).
+        weights_only: another run starts from these weights: only the architecture is
+            judged, and a difference in it may be allowed too (a longer rotary base).
+        names: path prefix -> what a person calls it, such as the file behind a fingerprint.
 
     Returns:
-        One line per accepted difference, "PATH: SAVED -> CURRENT", for the log.
+        The accepted differences, for the log.
 
     Raises:
-        UserError: all refused differences at once, with both values.
+        UserError: all refused differences at once, with flag, both values and the way out.
     """
-    allowed = {word.removeprefix("--").replace("-", "_") for word in allow}
-    logged: list[str] = []
+    allowed = allowed_fields(allow)
+    current_state = plain_json(current_state)
+    if "origin" in saved_state and is_converted(saved_state):
+        # It has no run to compare with, and knows its own facts only.
+        known = saved_state["facts"]
+        facts = {name: current_state["facts"].get(name, ABSENT) for name in known}
+        saved_state, current_state = {"facts": known}, {"facts": facts}
+    logged: list[Change] = []
     refused: list[str] = []
-    for path, saved, current in _differences(saved_state, plain_json(current_state)):
-        rule = next(rule for rule in RULES if fnmatchcase(path, rule.pattern))
-        field = path.split(".")[1] if "." in path else path
-        line = f"{path.removeprefix('facts.')}: {_brief(saved)} -> {_brief(current)}"
-        if rule.action == "refuse_always":
-            refused.append(f"{line} (another architecture)")
-        elif rule.action == "refuse" and field not in allowed:
-            refused.append(f"{line} (--allow-resume-change {field} accepts it)")
-        elif rule.action != "ignore":
-            logged.append(line)
+    for change in _differences(saved_state, current_state):
+        action = next(r.action for r in RULES if fnmatchcase(change.path, r.pattern))
+        field = change.path.split(".")[1] if "." in change.path else change.path
+        if weights_only and action.startswith("refuse"):
+            action = "refuse" if field in ARCHITECTURE_FIELDS else "log"
+        if action == "refuse_always":
+            why = "another architecture" if field in ARCHITECTURE_FIELDS else "another generator"
+            refused.append(f"{_named(change, names)} ({_flag(field)}: {why})")
+        elif action == "refuse" and field not in allowed:
+            refused.append(
+                f"{_named(change, names)} ({_flag(field)}; "
+                f"--allow-resume-change {field} accepts it)"
+            )
+        elif action != "ignore":
+            logged.append(change)
     if refused:
-        raise UserError(
-            "this run is not the one that was saved (checkpoint -> this run):\n  "
-            + "\n  ".join(refused)
-        )
-    return logged
+        raise UserError("this run is not the one that was saved:\n  " + "\n  ".join(refused))
+    # One line per changed thing: a fact tells more than the flag behind it.
+    told = {change.path.split(".")[1] for change in logged if change.path.startswith("facts.")}
+    return [c for c in logged if c.path.removeprefix("config.") not in told]
 
 
-def _differences(saved: Any, current: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+def resume_contract(changes: Collection[Change]) -> str:
+    """Say what a resume with these accepted differences promises.
+
+    "deterministic replay" is bitwise; "coverage-equivalent" takes the same samples in the
+    same global batches. A change that was allowed makes it another run, and where other
+    code or another machine computes, equal bits depend on it.
+    """
+    facts = sorted({c.path.split(".")[1] for c in changes if c.path.startswith("facts.")})
+    if facts:
+        return OTHER_RUN.format(", ".join(facts))
+    layout = [c for c in changes if c.path.startswith(("layout.", "batch."))]
+    if layout:
+        shown = [f"{c.path.split('.')[1]} {c.saved} -> {c.current}" for c in layout]
+        return COVERAGE.format(", ".join(shown))
+    other = [c.path for c in changes if c.path.startswith(("arithmetic.", "code.", "versions."))]
+    if other:
+        return f"{REPLAY} if it computes alike in spite of {', '.join(other[:SHOWN])}"
+    return REPLAY
+
+
+def _differences(saved: Any, current: Any, path: str = "") -> list[Change]:
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         found = []
         for key in sorted(saved.keys() | current.keys()):
             inner = f"{path}.{key}" if path else key
             found += _differences(saved.get(key, ABSENT), current.get(key, ABSENT), inner)
         return found
-    return [] if saved == current and type(saved) is type(current) else [(path, saved, current)]
+    if _are_records(saved) and _are_records(current) and len(saved) == len(current):
+        pairs = enumerate(zip(saved, current, strict=True))
+        return [c for i, (a, b) in pairs for c in _differences(a, b, f"{path}.{i}")]
+    same = saved == current and type(saved) is type(current)
+    return [] if same else [Change(path, saved, current)]
+
+
+def _are_records(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(i, dict) for i in value)
+
+
+def _named(change: Change, names: Mapping[str, str] | None) -> str:
+    for prefix, name in (names or {}).items():
+        if change.path == prefix or change.path.startswith(f"{prefix}."):
+            return f"{name}: {change}"
+    return str(change)
+
+
+def _flag(field: str) -> str:
+    """The spelling on the command line of a configuration field."""
+    option = build_options().get(field)
+    return option.name if option is not None else field
 
 
 def _brief(value: Any) -> str:
-    text = str(value)
+    text = value if value is ABSENT else repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -13,6 +13,7 @@ from megatron_lite.config.schema import flag_fields
 
 SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 NEED_MODEL = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+NEED_CHECKPOINT = ("finetune", "use_checkpoint_args", "use_mp_args_from_checkpoint_args")
 NUMBER = re.compile(r"[.0-9]+")
 
 
@@ -102,6 +103,11 @@ def resume_fields(f: Facts) -> str:
     return ", ".join(faults)
 
 
+def flag_names(f: Facts, fields: tuple[str, ...]) -> list[str]:
+    """Spell those of the fields that are given."""
+    return [f"--{name.replace('_', '-')}" for name in fields if getattr(f.config, name)]
+
+
 def retain_fault(f: Facts) -> bool:
     """Retained steps must be saved ones."""
     if not f.has("save_retain_interval", "save_interval"):
@@ -186,7 +192,18 @@ RUN_RULES: tuple[Rule, ...] = (
     needs_rule("keep-needs-save", "keep_last", "save"),
     needs_rule("overwrite-needs-save", "overwrite_save", "save"),
     needs_rule("step-needs-load", "ckpt_step", "load"),
-    needs_rule("finetune-needs-load", "finetune", "load"),
+    Rule(
+        "weights-source",
+        lambda f: (
+            f.config.load is None
+            and f.config.pretrained_checkpoint is None
+            and any(getattr(f.config, name) for name in NEED_CHECKPOINT)
+        ),
+        lambda f: (
+            f"{', '.join(flag_names(f, NEED_CHECKPOINT))} needs a checkpoint: give --load "
+            "or --pretrained-checkpoint"
+        ),
+    ),
     needs_rule("weights-need-dump", "debug_dump_weights", "debug_dump"),
     needs_rule("activations-need-dump", "debug_dump_activations", "debug_dump"),
     Rule(

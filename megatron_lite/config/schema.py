@@ -424,7 +424,16 @@ class CheckpointConfig:
     )
     overwrite_save: bool = flag(False, "Allow --save to hold another run's checkpoints.")
     load: str | None = flag(None, "Directory to resume from.")
+    pretrained_checkpoint: str | None = flag(
+        None, "Directory to take weights from, at step 0, where --load holds no checkpoint."
+    )
     ckpt_step: int | None = flag(None, "Load this step instead of the newest.", unit="steps")
+    use_checkpoint_args: bool = flag(
+        False, "Take architecture and tokenizer from the checkpoint, below explicit flags."
+    )
+    use_mp_args_from_checkpoint_args: bool = flag(
+        False, "Take the layout from the checkpoint, below explicit flags."
+    )
     finetune: bool = flag(False, "Load weights only and start at step 0.")
     no_load_optim: bool = flag(
         False, "Do not load the optimizer state.", names=("--no-load-optim",)
@@ -443,6 +452,9 @@ class CheckpointConfig:
     )
     allow_resume_change: tuple[str, ...] = flag(
         (), "Fields that may differ from the checkpoint's on resume.", nargs="+"
+    )
+    verify_resume: bool = flag(
+        False, "Save a canary batch with its loss and gradient norm; replay it on loading."
     )
     check_weights_hash: bool = flag(
         False, "Print one logical hash of the weights at start, equal in every layout."

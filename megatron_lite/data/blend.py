@@ -137,6 +137,19 @@ class BlendIndex:
         totals: NDArray[np.int64] = self._starts[-1]
         return totals
 
+    def counts_after(self, samples: int) -> list[int]:
+        """Return how many of the first `samples` each dataset gives."""
+        if not 0 <= samples <= self._size:
+            raise IndexError(f"{samples} samples of a blend of {self._size}")
+        number, inside = divmod(samples, BLOCK)
+        counts: NDArray[np.int64] = self._starts[number].copy()
+        if inside:
+            chosen, _ = self._backend.blend_block(
+                self._weights, self._capacity, self._starts[number], number * BLOCK, inside
+            )
+            counts += np.bincount(chosen, minlength=len(counts))
+        return [int(count) for count in counts]
+
     def locate(self, sample: int) -> tuple[int, int]:
         """Return (dataset, sample inside it) of one sample of the blend."""
         if not 0 <= sample < self._size:

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from megatron_lite import __version__
-from megatron_lite.config.architecture import architecture_facts
+from megatron_lite.checkpoint.strict_json import plain_json
 from megatron_lite.config.plan import Plan, build_plan
 from megatron_lite.config.resolve import resolved_values
 from megatron_lite.config.schema import Config
 from megatron_lite.data.build import Datasets, build_datasets
 from megatron_lite.data.loader import Batch, iterate_microbatches
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.mesh.collectives import all_gather_json
 from megatron_lite.mesh.grid import Grids, build_grids
 from megatron_lite.mesh.groups import Groups, build_groups, world_group
 from megatron_lite.mesh.launch import (
@@ -54,7 +55,8 @@ from megatron_lite.telemetry.timers import STEP_TIMERS, Timers
 from megatron_lite.train.agreement import check_agreement
 from megatron_lite.train.dump import DebugDump
 from megatron_lite.train.parts import Core, Parts
-from megatron_lite.train.restore import Restored, load_run, plain_json
+from megatron_lite.train.record import describe_code, describe_facts
+from megatron_lite.train.restore import Restored, load_run
 from megatron_lite.train.saving import check_save_directory
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.summary import announce
@@ -90,7 +92,7 @@ def build_run(
         world = world_group(info.rank, info.world_size)
         check_agreement("the flags", flags_and_versions(config, info.world_size), world)
         datasets = open_data(config, plan, tokenizer, is_builder=info.rank == 0)
-        facts = describe_run(config, plan, datasets, tokenizer)
+        facts = describe_facts(config, plan, datasets, tokenizer)
         check_agreement("the data", {"data": facts["data_path"], **facts}, world)
         grids = build_grids(plan.parallel)
         groups = build_groups(
@@ -100,11 +102,13 @@ def build_run(
             recorder=recorder,
             timeout=timedelta(minutes=config.distributed_timeout_minutes),
         )
-        core = build_core(config, plan, grids, groups, info, device)
+        core = build_core(config, plan, grids, groups, info, device, datasets)
         core.facts = facts
+        # One look at the source tree, not one per rank.
+        core.code = all_gather_json(describe_code() if info.rank == 0 else {}, world)[0]
         restored = start_state(core)
         check_save_directory(core, restored)
-        parts = build_parts(core, restored.state, datasets, info, signals, stack)
+        parts = build_parts(core, restored.state, info, signals, stack)
         announce(parts, tokenizer, restored)
         if config.check_weights_hash:
             parts.telemetry.say(f"logical hash of the weights: {hash_weights(core)}")
@@ -151,7 +155,13 @@ def open_data(config: Config, plan: Plan, tokenizer: Tokenizer, *, is_builder: b
 
 
 def build_core(
-    config: Config, plan: Plan, grids: Grids, groups: Groups, info: WorldInfo, device_name: str
+    config: Config,
+    plan: Plan,
+    grids: Grids,
+    groups: Groups,
+    info: WorldInfo,
+    device_name: str,
+    datasets: Datasets,
 ) -> Core:
     """Build everything that holds tensors of the model."""
     device = torch.device("cuda", info.local_rank) if device_name == "cuda" else torch.device("cpu")
@@ -182,14 +192,15 @@ def build_core(
         rates=build_schedule(config, batch),
         native=native,
         native_warning=warning,
+        datasets=datasets,
         facts={},
+        code={},
     )
 
 
 def build_parts(
     core: Core,
     state: TrainState,
-    datasets: Datasets,
     info: WorldInfo,
     signals: StopSignals,
     stack: ExitStack,
@@ -212,8 +223,7 @@ def build_parts(
         positions=local,
         full_positions=positions,
         runner=Runner(info.rank),
-        datasets=datasets,
-        train_loader=read_training_data(core, datasets, state, stack),
+        train_loader=read_training_data(core, state, stack),
         telemetry=stack.enter_context(telemetry),
         timers=build_timers(config, core.device),
         stop=StopDecision(
@@ -289,37 +299,10 @@ def build_dump(config: Config, plan: Plan, groups: Groups) -> DebugDump | None:
     )
 
 
-def describe_run(
-    config: Config, plan: Plan, datasets: Datasets, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """What must not change unnoticed between a checkpoint and its continuation.
-
-    Keys are the configuration fields that decide a value, the words of
-    `--allow-resume-change`.
-    """
-    model, data = plan.model, datasets.fingerprint()
-    # Checked as fields of their own, or evaluation data, which changes no step.
-    elsewhere = ("seed", "sequence_length", "split", "valid", "test")
-    facts = {
-        **architecture_facts(model),
-        "seq_length": model.seq_length,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "seed": config.seed,
-        "global_batch_size": plan.batch.ramp,
-        "optimizer": config.optimizer,
-        "legacy_loss_normalization": config.legacy_loss_normalization,
-        "eod_mask_loss": config.eod_mask_loss,
-        "tokenizer_type": tokenizer.fingerprint(),
-        "split": data["split"],
-        "data_path": {key: data[key] for key in data if key not in elsewhere},
-    }
-    return plain_json(facts)
-
-
 def start_state(core: Core) -> Restored:
     """Continue from a checkpoint, or draw initial values."""
-    if core.config.load is None or core.config.ckpt_allow:
+    config = core.config
+    if (config.load is None and config.pretrained_checkpoint is None) or config.ckpt_allow:
         draw_initial_values(core)  # with --ckpt-allow what is not loaded keeps them
     restored = load_run(core)
     if restored is None:
@@ -338,16 +321,14 @@ def draw_initial_values(core: Core) -> None:
     core.optimizer.after_load("master", updates=0)
 
 
-def read_training_data(
-    core: Core, datasets: Datasets, state: TrainState, stack: ExitStack
-) -> Iterator[list[Batch]]:
+def read_training_data(core: Core, state: TrainState, stack: ExitStack) -> Iterator[list[Batch]]:
     """Start reading training samples at the cursor."""
     batch, config = core.plan.batch, core.config
-    if datasets.train is None or state.iteration >= batch.train_iters:
+    if core.datasets.train is None or state.iteration >= batch.train_iters:
         return iter(())
     return stack.enter_context(
         iterate_microbatches(
-            datasets.train,
+            core.datasets.train,
             consumed_samples=state.consumed_samples,
             global_batch_size=batch.global_batch_size_at,
             micro_batch_size=batch.micro_batch_size,

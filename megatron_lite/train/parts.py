@@ -43,7 +43,9 @@ class Core:
     Attributes:
         native: operations run natively on this device.
         native_warning: why not, where the user did not ask for that.
+        datasets: the parts of the data.
         facts: what a checkpoint must agree with on resume, JSON-able, by field name.
+        code: commit of the program, for the checkpoint.
     """
 
     config: Config
@@ -58,7 +60,9 @@ class Core:
     rates: RateSchedule
     native: bool
     native_warning: str
+    datasets: Datasets
     facts: Mapping[str, Any]
+    code: Mapping[str, Any]
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -80,7 +84,6 @@ class Parts(Core):
     positions: Tensor
     full_positions: Tensor
     runner: Runner
-    datasets: Datasets
     train_loader: Iterator[list[Batch]]
     telemetry: Telemetry
     timers: Timers

@@ -8,8 +8,9 @@ compared before anything of the run is touched.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import copy
+import dataclasses
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,25 +22,25 @@ from megatron_lite.checkpoint.catalog import NoCheckpoint
 from megatron_lite.checkpoint.commit import TRACKER_FILE
 from megatron_lite.checkpoint.load import load_newest
 from megatron_lite.checkpoint.reader import Checkpoint
+from megatron_lite.checkpoint.resume import (
+    Change,
+    allowed_fields,
+    compare_state,
+    resume_contract,
+)
 from megatron_lite.checkpoint.state import check_state, is_converted
 from megatron_lite.errors import UserError
+from megatron_lite.optim.schedule import RateSchedule
 from megatron_lite.shard.pieces import StatePiece
 from megatron_lite.train.parts import Core
+from megatron_lite.train.record import check_cursor, describe_state, name_files
 from megatron_lite.train.state import TrainState
-
-TOLD_CHANGES = ("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
 
 
 def entry_name(piece: StatePiece) -> str:
     """Checkpoint name of a piece of state."""
     name = piece.spec.name
     return name if piece.kind == "param" else f"optim/{piece.kind}/{name}"
-
-
-def plain_json(value: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON gives back of a value, so that saved and present ones compare equal."""
-    plain: dict[str, Any] = json.loads(json.dumps(value))
-    return plain
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,32 @@ class Restored:
         notes: lines to tell.
         loaded: whether weights were loaded.
         passed_over: steps of `--load` that are damaged, which this run may replace.
+        saved: state of the checkpoint that was loaded.
     """
 
     state: TrainState
     notes: tuple[str, ...] = ()
     loaded: bool = False
     passed_over: tuple[int, ...] = ()
+    saved: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is loaded: a directory, and whether only its weights are wanted."""
+
+    path: str
+    step: int | None
+    finetune: bool
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What was read, before anything of the run is touched."""
+
+    tensors: dict[str, Tensor]
+    state: TrainState
+    changes: list[Change]
 
 
 def load_run(core: Core) -> Restored | None:
@@ -69,37 +90,60 @@ def load_run(core: Core) -> Restored | None:
     Comm: two exchanges of a few hundred bytes per rank for each checkpoint tried.
     """
     config = core.config
-    if config.load is None:
+    notes: tuple[str, ...] = ()
+    if config.load is not None:
+        source = _Source(config.load, config.ckpt_step, config.finetune)
+        try:
+            return _load(core, source)
+        except NoCheckpoint as error:
+            if config.pretrained_checkpoint is None:
+                return Restored(TrainState(), (_accept_nothing(core, error),))
+            notes = (f"--load: {error}: weights come from --pretrained-checkpoint",)
+    if config.pretrained_checkpoint is None:
         return None
+    source = _Source(config.pretrained_checkpoint, None, finetune=True)
     try:
-        loaded = load_newest(
-            config.load,
-            core.groups.world,
-            lambda checkpoint: _read(core, checkpoint),
-            step=config.ckpt_step,
-        )
+        restored = _load(core, source)
     except NoCheckpoint as error:
-        return Restored(TrainState(), (_accept_nothing(core, error),))
+        raise UserError(f"--pretrained-checkpoint: {error}") from error
+    return dataclasses.replace(restored, notes=notes + restored.notes, passed_over=())
+
+
+def _load(core: Core, source: _Source) -> Restored:
+    """Load the newest checkpoint of a directory that verifies, and tell about it."""
+    loaded = load_newest(
+        source.path,
+        core.groups.world,
+        lambda checkpoint: _read(core, checkpoint, source),
+        step=source.step,
+    )
+    content, checkpoint = loaded.value, loaded.checkpoint
+    _apply(core, checkpoint, source, content)
     notes = [f"warning: step {item.step} passed over: {item.reason}" for item in loaded.passed_over]
-    state = _apply(core, loaded.checkpoint, loaded.value)
-    step = loaded.checkpoint.step
-    notes += _changed_settings(core, loaded.checkpoint)
-    if is_converted(loaded.checkpoint.state):
-        source = loaded.checkpoint.state["origin"]["source"]
-        notes.append(f"note: converted from {source}: weights only, this run starts at step 0")
-    notes.append(f"  successfully loaded checkpoint from {config.load} at iteration {step}")
+    notes += [f"  changed since the checkpoint: {change}" for change in content.changes]
+    if is_converted(checkpoint.state):
+        origin = checkpoint.state["origin"].get("source", "another format")
+        notes.append(f"note: converted from {origin}: weights only, this run starts at step 0")
+    elif source.finetune:
+        notes.append("note: weights only, this run starts at step 0")
+    elif core.config.no_load_optim:
+        notes.append("note: --no-load-optim: the optimizer's state starts at zero")
+    else:
+        notes.append(f"resume contract: {resume_contract(content.changes)}")
+    notes.append(
+        f"  successfully loaded checkpoint from {source.path} at iteration {checkpoint.step}"
+    )
     passed_over = tuple(item.step for item in loaded.passed_over)
-    return Restored(state, tuple(notes), loaded=True, passed_over=passed_over)
+    return Restored(content.state, tuple(notes), True, passed_over, checkpoint.state)
 
 
-def _takes_weights_only(core: Core, checkpoint: Checkpoint) -> bool:
-    config = core.config
-    return config.finetune or config.no_load_optim or is_converted(checkpoint.state)
+def _takes_weights_only(core: Core, checkpoint: Checkpoint, source: _Source) -> bool:
+    return source.finetune or core.config.no_load_optim or is_converted(checkpoint.state)
 
 
-def _starts_anew(core: Core, checkpoint: Checkpoint) -> bool:
+def _starts_anew(checkpoint: Checkpoint, source: _Source) -> bool:
     """Whether counters and schedules start at 0 with what is loaded."""
-    return core.config.finetune or is_converted(checkpoint.state)
+    return source.finetune or is_converted(checkpoint.state)
 
 
 def _accept_nothing(core: Core, error: NoCheckpoint) -> str:
@@ -117,10 +161,19 @@ def _accept_nothing(core: Core, error: NoCheckpoint) -> str:
     ) from error
 
 
-def _read(core: Core, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def _read(core: Core, checkpoint: Checkpoint, source: _Source) -> _Content:
     """Compare names and facts, then read this rank's boxes into new tensors."""
     check_state(checkpoint.state, checkpoint.directory)
-    weights_only = _takes_weights_only(core, checkpoint)
+    # Before the names: one changed number explains a difference in every tensor.
+    changes = _compare(core, checkpoint, source)
+    state = TrainState()
+    if not _starts_anew(checkpoint, source):
+        state = TrainState.from_dict(checkpoint.state["counters"])
+        if "data_path" not in allowed_fields(core.config.allow_resume_change):
+            check_cursor(core, checkpoint.state, state)
+        # On a copy: nothing of the run is touched before all ranks have read everything.
+        _continue_schedules(core, copy.copy(core.rates), checkpoint.state["schedule"])
+    weights_only = _takes_weights_only(core, checkpoint, source)
     expected = _expected(core, weights_only)
     allow = set(core.config.ckpt_allow)
     if weights_only:
@@ -128,16 +181,57 @@ def _read(core: Core, checkpoint: Checkpoint) -> dict[str, Tensor]:
         extra = [n for n in checkpoint.names if n.startswith("optim/") and n not in expected]
         expected |= {name: (checkpoint.dtype(name), checkpoint.shape(name)) for name in extra}
         allow |= {"dtype"}
-    if not core.config.finetune:
-        # Before the names: one changed number explains a difference in every tensor.
-        _check_facts(core, checkpoint)
     difference = checkpoint.check_names(expected, allow)
     left = {*difference.missing, *difference.shape}
-    return {
-        name: checkpoint.read(name, piece.box.offset, piece.box.shape)
-        for name, piece in _pieces_by_name(core).items()
-        if name not in left and (piece.kind == "param" or not weights_only)
+    stored = _stored_names(core, checkpoint, left, weights_only)
+    pieces = _pieces_by_name(core)
+    tensors = {
+        name: checkpoint.read(origin, pieces[name].box.offset, pieces[name].box.shape)
+        for name, origin in stored.items()
     }
+    return _Content(tensors, state, changes)
+
+
+def _compare(core: Core, checkpoint: Checkpoint, source: _Source) -> list[Change]:
+    """Refuse a resume that would silently be another run; return what is told."""
+    try:
+        return compare_state(
+            checkpoint.state,
+            describe_state(core, TrainState()),
+            core.config.allow_resume_change,
+            weights_only=_starts_anew(checkpoint, source),
+            names=name_files(core),
+        )
+    except UserError as error:
+        raise UserError(f"{checkpoint.directory}: {error}") from None
+
+
+def _stored_names(
+    core: Core, checkpoint: Checkpoint, left: Container[str], weights_only: bool
+) -> dict[str, str]:
+    """Tensor of this rank -> tensor of the checkpoint that fills it.
+
+    Weights alone fill the masters too where the checkpoint has them in a wider dtype than
+    this run computes in: rounded first, they would have lost what the masters are for.
+    """
+    pieces = _pieces_by_name(core)
+    if not weights_only:
+        return {name: name for name in pieces if name not in left}
+    weights = [name for name, p in pieces.items() if p.kind == "param" and name not in left]
+    compute = core.stage.dtype
+    widened = [n for n in weights if checkpoint.dtype(n).itemsize > compute.itemsize]
+    if core.optimizer.masters and widened:
+        return {f"optim/master/{name}": name for name in weights}
+    return {name: name for name in weights}
+
+
+def _continue_schedules(core: Core, rates: RateSchedule, saved: Mapping[str, Any]) -> None:
+    """Set schedules to where the checkpoint's were."""
+    rates.load_state_dict(
+        saved,
+        override=core.config.override_opt_param_scheduler,
+        use_checkpoint=core.config.use_checkpoint_opt_param_scheduler,
+    )
 
 
 def _pieces_by_name(core: Core) -> dict[str, StatePiece]:
@@ -161,53 +255,16 @@ def _expected(
     }
 
 
-def _check_facts(core: Core, checkpoint: Checkpoint) -> None:
-    """Refuse a resume that would silently be another run."""
-    saved: Mapping[str, Any] = checkpoint.state["facts"]
-    allowed = {
-        word.removeprefix("--").replace("-", "_") for word in core.config.allow_resume_change
-    }
-    names = saved if is_converted(checkpoint.state) else core.facts
-    lines = [
-        f"\n  {name}: {saved.get(name)!r} in the checkpoint, {value!r} now"
-        for name, value in core.facts.items()
-        if name in names and name not in allowed and saved.get(name) != value
-    ]
-    if lines:
-        raise UserError(
-            f"{checkpoint.directory}: this run is not the one that was saved; "
-            f"--allow-resume-change FIELD accepts a difference:{''.join(lines)}"
-        )
-
-
-def _changed_settings(core: Core, checkpoint: Checkpoint) -> list[str]:
-    """Name what may be changed on purpose, but should not change unseen."""
-    saved: Mapping[str, Any] = checkpoint.state["config"]
-    now = {name: getattr(core.config, name) for name in TOLD_CHANGES}
-    return [
-        f"note: {name} was {saved[name]!r} in the checkpoint and is {value!r} now"
-        for name, value in now.items()
-        if name in saved and saved[name] != value
-    ]
-
-
-def _apply(core: Core, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> TrainState:
+def _apply(core: Core, checkpoint: Checkpoint, source: _Source, content: _Content) -> None:
     """Put what was read into the run."""
-    config = core.config
-    state = TrainState()
-    if not _starts_anew(core, checkpoint):
-        state = TrainState.from_dict(checkpoint.state["counters"])
-        core.rates.load_state_dict(
-            checkpoint.state["schedule"],
-            override=config.override_opt_param_scheduler,
-            use_checkpoint=config.use_checkpoint_opt_param_scheduler,
-        )
-    if config.no_load_optim:
+    state = content.state
+    if not _starts_anew(checkpoint, source):
+        _continue_schedules(core, core.rates, checkpoint.state["schedule"])
+    if core.config.no_load_optim:
         state.updates = 0
     pieces = _pieces_by_name(core)
     with torch.no_grad():
-        for name, tensor in tensors.items():
+        for name, tensor in content.tensors.items():
             pieces[name].tensor.copy_(tensor)
-    masters = any(name.startswith("optim/master/") for name in tensors)
+    masters = any(name.startswith("optim/master/") for name in content.tensors)
     core.optimizer.after_load("master" if masters else "param", updates=state.updates)
-    return state

@@ -7,23 +7,18 @@ the facts that must not change unnoticed.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from datetime import datetime
 from pathlib import Path
 
-import torch
-
-from megatron_lite import __version__
 from megatron_lite.checkpoint.catalog import published_steps
 from megatron_lite.checkpoint.save import check_writable, save_checkpoint
-from megatron_lite.checkpoint.state import RUN_ORIGIN
 from megatron_lite.checkpoint.tensors import StateEntry
-from megatron_lite.config.resolve import resolved_values
 from megatron_lite.errors import UserError
 from megatron_lite.telemetry.lines import format_saved, format_saving
 from megatron_lite.train.parts import Core, Parts
-from megatron_lite.train.restore import Restored, entry_name, plain_json
+from megatron_lite.train.record import describe_state
+from megatron_lite.train.restore import Restored, entry_name
 from megatron_lite.train.state import TrainState
 
 
@@ -42,15 +37,7 @@ def save_run(parts: Parts, state: TrainState) -> None:
         config.save,
         iteration,
         entries,
-        {
-            "config": plain_json(resolved_values(config, plan.parallel.world_size)),
-            "counters": state.to_dict(),
-            "facts": dict(parts.facts),
-            "layout": plain_json(dataclasses.asdict(plan.parallel)),
-            "origin": dict(RUN_ORIGIN),
-            "schedule": parts.rates.state_dict(),
-            "versions": {"megatron_lite": __version__, "torch": str(torch.__version__)},
-        },
+        describe_state(parts, state),
         parts.groups.world,
         overwrite=config.overwrite_save,
         keep_last=config.keep_last,

@@ -81,12 +81,12 @@ def test_silent_changes_are_refused_unless_allowed(path: str, value: Any, field:
         compare_state(run_state(), current, [n for n in run_state()["facts"] if n != field])
     for word in (field, "--" + field.replace("_", "-")):
         (line,) = compare_state(run_state(), current, [word])
-        assert line.startswith(path) and line.endswith(f"-> {value}")
+        assert str(line).startswith(path) and str(line).endswith(f"checkpoint, {value} now")
 
 
 @pytest.mark.parametrize("path", ["num_layers", "vocab_size", "rotary_base.base"])
 def test_another_architecture_is_always_refused_with_both_values(path: str) -> None:
-    told = rf"{path}: [0-9.]+ -> 999 \(another architecture\)"
+    told = rf"{path}: [0-9.]+ in the checkpoint, 999 now \(--[a-z-]+: another architecture\)"
     with pytest.raises(UserError, match=told):
         compare_state(run_state(), changed(f"facts.{path}", 999), [*ARCHITECTURE_FIELDS, "facts"])
 
@@ -94,13 +94,14 @@ def test_another_architecture_is_always_refused_with_both_values(path: str) -> N
 @pytest.mark.parametrize("path", ["layout.tp", "versions.torch", "config.log_interval"])
 def test_layout_versions_and_other_flags_are_logged(path: str) -> None:
     (line,) = compare_state(run_state(), changed(path, 7))
-    assert line.startswith(f"{path}: ") and line.endswith(" -> 7")
+    assert str(line).startswith(f"{path.removeprefix('config.')}: ")
+    assert str(line).endswith(" in the checkpoint, 7 now")
 
 
 def test_a_fact_on_one_side_only_is_a_difference() -> None:
     current = run_state()
     del current["facts"]["seed"]
-    with pytest.raises(UserError, match="seed: 1234 -> absent"):
+    with pytest.raises(UserError, match="seed: 1234 in the checkpoint, absent now"):
         compare_state(run_state(), current)
 
 

@@ -194,4 +194,4 @@ def test_changes_of_the_optimizer_are_told(rank_pool: RankPool, tmp_path: Path) 
     rank_pool.run(1, train_rank, argv=[*base, "--exit-interval", "1"])
     argv = [*base, "--exit-interval", "2", "--adam-beta2", "0.5"]
     (told,) = rank_pool.run(1, printed, argv=argv)
-    assert "note: adam_beta2 was 0.999 in the checkpoint and is 0.5 now" in told
+    assert "changed since the checkpoint: adam_beta2: 0.999 in the checkpoint, 0.5 now" in told
