@@ -27,14 +27,17 @@ class Bundle:
         vocab_size: true vocabulary, unpadded.
         tensors: by logical name, exactly those of the specification.
         source: what it was, for people, such as "hf LlamaForCausalLM".
-        assets: files that go along: tokenizer and generation settings, by file name.
+        assets: files that go along, tokenizer and generation settings: by file name, the
+            path of the file or its content.
+        notes: what the user should know, a line each.
     """
 
     config: Config
     vocab_size: int
     tensors: Mapping[str, LogicalTensor]
     source: str
-    assets: Mapping[str, Path] = field(default_factory=dict)
+    assets: Mapping[str, Path | bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def model(self) -> ModelShape:
