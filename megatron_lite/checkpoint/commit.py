@@ -88,6 +88,7 @@ def finalize(root: Path, plan: CommitPlan, files: FileSystem) -> tuple[Manifest,
     files.write_file(temporary, data)
     files.rename(temporary, directory / MANIFEST_FILE)
     files.sync_directory(directory)
+    files.sync_directory(directory.parent)
     return manifest, hashlib.sha256(data).hexdigest()
 
 
@@ -121,13 +122,23 @@ def _gather_tensors(receipts: list[Receipt], directory: Path) -> dict[str, Tenso
 
 
 def publish(
-    root: Path, manifest: Manifest, manifest_sha256: str, files: FileSystem, *, replace: bool
+    root: Path,
+    manifest: Manifest,
+    manifest_sha256: str,
+    files: FileSystem,
+    *,
+    replace: bool,
+    alone: bool = False,
 ) -> Path:
     """Make a finalized attempt the checkpoint of its step, atomically and durably.
+
+    May be repeated after a crash: a pointer with the same content is the same publication.
 
     Args:
         replace: an existing pointer of this step is replaced by rename(2), which leaves
             the old or the new checkpoint at every instant; otherwise it is an error.
+        alone: nobody else publishes here now, so an empty pointer was left by a crash
+            (where hard links are refused) and is completed.
 
     Returns:
         The pointer file.
@@ -147,7 +158,11 @@ def publish(
         try:
             _create_exclusively(temporary, target, data, files)
         except FileExistsError:
-            raise already_published(root, manifest.step) from None
+            found = target.read_bytes()
+            if alone and not found:
+                files.rename(temporary, target)
+            elif found != data:  # else made by ourselves, before a crash
+                raise already_published(root, manifest.step) from None
         finally:
             files.remove_file(temporary)
     files.sync_directory(target.parent)

@@ -85,11 +85,18 @@ class FileSystem:
         finally:
             file.close()
 
-    def make_directory(self, path: Path) -> None:
+    def make_directory(self, path: Path, *, durable: bool = True) -> None:
         """Create a directory that must not exist yet, and make its entry durable."""
         self._observe("mkdir", path)
         os.mkdir(path, DIRECTORY_MODE)
-        self.sync_directory(path.parent)
+        if durable:
+            self.sync_directory(path.parent)
+
+    def open_lock(self, path: Path) -> int:
+        """Open a file to be locked, creating it empty where it is missing."""
+        self._observe("lock", path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path, flags, FILE_MODE)
 
     def ensure_directory(self, path: Path) -> None:
         """Create `path` and its parents where they are missing."""

@@ -33,19 +33,28 @@ class Retired:
 
 
 class WriterLock:
-    """Held while an attempt is being written; the kernel releases it when the writer dies."""
+    """Held while an attempt is being written; the kernel releases it when its holders die.
+
+    Shared: the rank that began the attempt and the finalizer that ends it hold it together,
+    so that the attempt is kept when one of them dies.
+    """
 
     def __init__(self, root: Path, attempt: str, files: FileSystem):
         self._path = lock_path(root, attempt)
         self._files = files
-        files.write_file(self._path, b"")
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        _try_lock(self._descriptor)
+        self._descriptor: int | None = files.open_lock(self._path)
+        _try_lock(self._descriptor, fcntl.LOCK_SH)
 
     def release(self) -> None:
         """The attempt is published or removed: nothing is left to protect."""
         self._files.remove_file(self._path)
-        os.close(self._descriptor)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Stop holding; others may still."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def lock_path(root: Path, attempt: str) -> Path:
@@ -95,13 +104,19 @@ def retire_checkpoints(
 
 
 def sweep_attempts(
-    root: Path, files: FileSystem, now: float, older_than: float = ABANDONED_AFTER_SECONDS
+    root: Path,
+    files: FileSystem,
+    now: float,
+    older_than: float = ABANDONED_AFTER_SECONDS,
+    fenced_below: int = 0,
 ) -> list[str]:
     """Delete attempts that no pointer names, that are old, and whose writer is gone.
 
     Args:
         now: the file system's present time, e.g. the mtime of a file just written.
         older_than: seconds since the last change of anything in the attempt.
+        fenced_below: attempts of earlier runs (epochs 1 up to this one) can never be
+            published any more, so they need not be old.
 
     Returns:
         The names of the attempts removed.
@@ -120,7 +135,9 @@ def sweep_attempts(
         if not match or name in referenced or name in swept or int(match[1]) in unreadable:
             continue
         lock = lock_path(root, name)
-        if now - _last_change(attempt_directory(root, name), lock) <= older_than:
+        is_fenced = 0 < int(match[2]) < fenced_below
+        last_change = _last_change(attempt_directory(root, name), lock)
+        if not is_fenced and now - last_change <= older_than:
             continue
         if _is_held(lock):
             continue
@@ -146,14 +163,14 @@ def _is_held(lock: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _try_lock(descriptor)
+        return not _try_lock(descriptor, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, kind: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # the file system has no locks: age alone decides

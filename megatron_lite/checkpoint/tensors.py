@@ -2,10 +2,10 @@
 
 A snapshot fixes which pieces a rank writes. A synchronous save reads each tensor when its
 turn comes (nothing changes it meanwhile, and one piece is in host memory at a time); a
-save in the background will fill host buffers instead, behind the same `ShardItem`s.
+save in the background copies them to shared memory first (`snapshot.py`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_lite.checkpoint.attempt import SnapshotPiece
 from megatron_lite.checkpoint.boxes import is_inside
 from megatron_lite.checkpoint.files import FileSystem, storage_error
 from megatron_lite.checkpoint.manifest import is_legal_name, piece_key
@@ -23,13 +24,34 @@ from megatron_lite.checkpoint.verify import map_range
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
+# A smaller piece is not worth cutting: every part costs a header entry and a hash.
+CUT_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a piece a rank writes when the holders of equal copies share the work.
+
+    Attributes:
+        index, count: this holder among those of the copies.
+        holders: entries of one rank with equal `holders` are held by the same ranks.
+    """
+
+    index: int = 0
+    count: int = 1
+    holders: str = ""
+
+
+WHOLE = Share()
+
 
 @dataclass(frozen=True, eq=False)
 class StateEntry:
     """A rank's piece of one logical tensor.
 
-    `tensor` is the piece without padding, `offset` its place in `logical_shape`. Exactly
-    one rank says `owned` for each logical element; only owned pieces are written.
+    `tensor` is the piece without padding, `offset` its place in `logical_shape`. A rank
+    that does not say `owned` writes nothing of it; those that do say, by their `share`,
+    each write a part, and together each logical element exactly once.
     """
 
     name: str
@@ -37,39 +59,65 @@ class StateEntry:
     logical_shape: tuple[int, ...]
     offset: tuple[int, ...]
     owned: bool
-
-
-@dataclass(frozen=True)
-class SnapshotPiece:
-    """A piece that this rank writes, its logical place, and where its bytes come from."""
-
-    name: str
-    logical_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    item: ShardItem
+    share: Share = WHOLE
 
 
 def take_snapshot(entries: Iterable[StateEntry]) -> tuple[SnapshotPiece, ...]:
-    """Fix what this rank writes.
+    """Fix what this rank writes of its entries.
 
-    The place where replicas will share the work: today the owner writes its whole piece;
-    a rule that cuts a piece among its replicas belongs here and changes nothing else.
+    A piece that several ranks hold is cut along dim 0, a range of rows for each. Small
+    pieces go whole to one holder, the largest first to the one with the least so far: a
+    rule that all holders follow alike, because all see the same pieces.
     """
+    held = list(entries)
+    for entry in held:
+        _check_entry(entry)
+    writers = _writers_of_small(held)
     pieces = []
-    for entry in entries:
-        shape = tuple(entry.tensor.shape)
-        if not is_legal_name(entry.name):
-            raise ValueError(f"{entry.name!r} is no legal tensor name")
-        if len(shape) > MAX_DIMS or not is_inside((entry.offset, shape), entry.logical_shape):
-            raise ValueError(
-                f"{entry.name}: piece {shape} at {entry.offset} is not inside {entry.logical_shape}"
-            )
-        if not entry.owned:
+    for index, entry in enumerate(held):
+        if not entry.owned or writers.get(index, entry.share.index) != entry.share.index:
             continue
-        key = piece_key(entry.name, entry.logical_shape, entry.offset, shape)
-        item = shard_item(key, entry.tensor)
-        pieces.append(SnapshotPiece(entry.name, entry.logical_shape, entry.offset, item))
+        tensor, offset = entry.tensor, entry.offset
+        if entry.share.count > 1 and index not in writers:
+            first, stop = _rows(tensor.shape[0], entry.share)
+            if first == stop:
+                continue
+            tensor, offset = tensor[first:stop], (offset[0] + first, *offset[1:])
+        key = piece_key(entry.name, entry.logical_shape, offset, tuple(tensor.shape))
+        item = shard_item(key, tensor)
+        pieces.append(SnapshotPiece(entry.name, entry.logical_shape, offset, item))
     return tuple(pieces)
+
+
+def _check_entry(entry: StateEntry) -> None:
+    shape = tuple(entry.tensor.shape)
+    if not is_legal_name(entry.name):
+        raise ValueError(f"{entry.name!r} is no legal tensor name")
+    if len(shape) > MAX_DIMS or not is_inside((entry.offset, shape), entry.logical_shape):
+        raise ValueError(
+            f"{entry.name}: piece {shape} at {entry.offset} is not inside {entry.logical_shape}"
+        )
+
+
+def _rows(rows: int, share: Share) -> tuple[int, int]:
+    return rows * share.index // share.count, rows * (share.index + 1) // share.count
+
+
+def _writers_of_small(entries: Sequence[StateEntry]) -> dict[int, int]:
+    """Position of each entry that is not cut -> which of its holders writes it."""
+    small = [
+        (-entry.tensor.nbytes, entry.name, position)
+        for position, entry in enumerate(entries)
+        if entry.share.count > 1 and (entry.tensor.nbytes < CUT_BYTES or not entry.tensor.dim())
+    ]
+    loads: dict[str, list[int]] = {}
+    writers = {}
+    for negative_bytes, _, position in sorted(small):
+        share = entries[position].share
+        load = loads.setdefault(share.holders, [0] * share.count)
+        writers[position] = load.index(min(load))
+        load[writers[position]] -= negative_bytes
+    return writers
 
 
 def shard_item(key: str, tensor: Tensor) -> ShardItem:
