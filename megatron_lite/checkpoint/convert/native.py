@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lite.checkpoint.catalog import published_steps
 from megatron_lite.checkpoint.convert.bundle import Bundle, check_bundle
 from megatron_lite.checkpoint.convert.tokenizer_files import (
     CONFIG_FILE,
@@ -33,7 +34,7 @@ from megatron_lite.checkpoint.tensors import DTYPE_NAMES
 from megatron_lite.config.resolve import resolved_values
 from megatron_lite.config.schema import Config, ModelConfig, flag_fields
 from megatron_lite.data.tokenizer import SENTENCEPIECE_NAMES
-from megatron_lite.errors import DamagedError
+from megatron_lite.errors import DamagedError, UserError
 
 TOKENIZER_DIRECTORY = "tokenizer"
 MASTER = "optim/master/"
@@ -90,7 +91,7 @@ def _tensor(checkpoint: Checkpoint, name: str, stored: str) -> LogicalTensor:
 
 def _model_config(saved: Mapping[str, Any]) -> Config:
     names = {field.name for field in fields(Config)}.intersection(KEPT_FIELDS)
-    values = {
+    values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in saved.items()
         if name in names
@@ -148,6 +149,12 @@ def write_native(bundle: Bundle, directory: str | Path, *, overwrite: bool = Fal
         UserError, DamagedError: nothing was published.
     """
     root, files = Path(directory), FileSystem()
+    others = [step for step in published_steps(root) if step != 0]
+    if others:
+        raise UserError(
+            f"{root}: holds checkpoints of a run (step {others[0]}), which would be preferred to "
+            "the converted one: convert into another directory"
+        )
     folder = root / TOKENIZER_DIRECTORY
     config = _state_config(bundle, folder)
     state = converted_state(plain_json(resolved_values(config, 1)), bundle.model, bundle.source)

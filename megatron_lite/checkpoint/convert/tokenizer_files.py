@@ -98,11 +98,11 @@ def sentencepiece_size(path: Path) -> int:
 
 
 def _model_proto(path: Path) -> Any:
-    from sentencepiece import sentencepiece_model_pb2
+    from sentencepiece import sentencepiece_model_pb2 as messages
 
     if not path.is_file():
         raise UserError(f"{path}: no such file (the tokenizer of the model)")
-    proto = sentencepiece_model_pb2.ModelProto()
+    proto: Any = messages.ModelProto()  # type: ignore[attr-defined, unused-ignore]
     try:
         proto.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf's own type, whose home differs between its versions

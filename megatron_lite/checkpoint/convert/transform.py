@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ NORM_WEIGHT = re.compile(r".*layernorm\.weight")
 
 def with_precision(config: Config, dtype: str) -> Config:
     """Return the configuration whose compute format is `dtype`."""
-    return replace(config, **{flag: name == dtype for name, flag in PRECISION_FLAGS.items()})
+    flags: dict[str, Any] = {flag: name == dtype for name, flag in PRECISION_FLAGS.items()}
+    return replace(config, **flags)
 
 
 def map_tensors(
