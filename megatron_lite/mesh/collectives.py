@@ -44,6 +44,33 @@ class CompletedWork:
         return None
 
 
+class _ExchangeThenSum:
+    """A reduce-scatter over gloo: every rank receives its slices, then adds them up.
+
+    Gloo's own sends as many bytes as an all-reduce and takes about three times as long.
+    Slices are added in rank order, in fp32 for narrower dtypes; the buffer is as large as `t`.
+    """
+
+    def __init__(self, out: Tensor, t: Tensor, group: Group):
+        self._out = out
+        self._t = t  # in use until the exchange is over
+        self._received = torch.empty_like(t)
+        self._parts = self._received.view(group.size, *out.shape)
+        self._work: Work | None = dist.all_to_all_single(
+            self._received, t, group=group.process_group, async_op=True
+        )
+
+    def wait(self) -> None:
+        """Finish the exchange and add."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+        if len(self._parts) == 2:
+            torch.add(self._parts[0], self._parts[1], out=self._out)
+        else:
+            torch.sum(self._parts, 0, out=self._out)
+
+
 def all_reduce(t: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work | None:
     """Reduce `t` over the group in place; every rank then holds the same bits.
 
@@ -93,6 +120,12 @@ def reduce_scatter_into(
         _copy_unless_same(out, t)
         return _completed(async_op)
     _record(group, f"reduce_scatter.{op}", t.numel(), t)
+    if op == "sum" and dist.get_backend(group.process_group) == "gloo":
+        exchange = _ExchangeThenSum(out, t, group)
+        if async_op:
+            return exchange
+        exchange.wait()
+        return None
     return _reduce_scatter(out, t, op=_REDUCE_OPS[op], group=group.process_group, async_op=async_op)
 
 
