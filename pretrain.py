@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_lite.checkpoint.arguments import complete_config
 from megatron_lite.config.flags import parse_config
 from megatron_lite.config.resolve import resolved_yaml
 from megatron_lite.config.rules import check_config
@@ -13,6 +14,7 @@ from megatron_lite.mesh.launch import RunStatus, WorldInfo, run_program
 def run(info: WorldInfo, status: RunStatus) -> int:
     """Run this rank; refusals come before torch is imported."""
     config = parse_config(sys.argv[1:], os.environ)
+    config = complete_config(config, sys.argv[1:], info.world_size)
     check_config(config, info.world_size)
     if config.print_config:
         sys.stdout.write(resolved_yaml(config, info.world_size) if info.rank == 0 else "")

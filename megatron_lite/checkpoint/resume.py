@@ -17,6 +17,7 @@ from megatron_lite.checkpoint.state import is_converted
 from megatron_lite.checkpoint.strict_json import plain_json
 from megatron_lite.config.architecture import ARCHITECTURE_FIELDS
 from megatron_lite.config.options import build_options
+from megatron_lite.config.schema import PrecisionConfig, RecomputeConfig, flag_fields
 from megatron_lite.errors import UserError
 
 ABSENT = "absent"
@@ -24,6 +25,17 @@ REPLAY = "deterministic replay: same layout, bitwise"
 COVERAGE = "coverage-equivalent: layout changed ({}), same samples in the same global batches"
 OTHER_RUN = "neither replay nor coverage-equivalent: accepted changes make it another run ({})"
 SHOWN = 4  # paths of an unsure replay that are listed
+# Settings of the update, beside the facts and the schedules.
+UPDATE_FIELDS = (
+    *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
+    *("nan_policy", "check_for_nan_in_loss_and_grad"),
+)
+# Settings that may change how a number is computed, hence its last bits.
+ARITHMETIC_FIELDS = (
+    *(f.name for g in (PrecisionConfig, RecomputeConfig) for f in flag_fields(g)),
+    *("native_ops", "loss_chunks", "compile", "deterministic_mode", "device"),
+    *("ddp_bucket_size", "overlap_grad_reduce", "data_parallel_sharding_strategy"),
+)
 
 
 @dataclass(frozen=True)
@@ -146,17 +158,28 @@ def resume_contract(changes: Collection[Change]) -> str:
     same global batches. A change that was allowed makes it another run, and where other
     code or another machine computes, equal bits depend on it.
     """
-    facts = sorted({c.path.split(".")[1] for c in changes if c.path.startswith("facts.")})
-    if facts:
-        return OTHER_RUN.format(", ".join(facts))
+    update = [f"config.{name}" for name in UPDATE_FIELDS]
+    judged = [c.path for c in changes if c.path.startswith(("facts.", "schedule."))]
+    other = sorted({path.split(".")[1] for path in judged})
+    other += [c.path.removeprefix("config.") for c in changes if c.path in update]
+    if other:
+        return OTHER_RUN.format(", ".join(other))
     layout = [c for c in changes if c.path.startswith(("layout.", "batch."))]
     if layout:
         shown = [f"{c.path.split('.')[1]} {c.saved} -> {c.current}" for c in layout]
         return COVERAGE.format(", ".join(shown))
-    other = [c.path for c in changes if c.path.startswith(("arithmetic.", "code.", "versions."))]
-    if other:
-        return f"{REPLAY} if it computes alike in spite of {', '.join(other[:SHOWN])}"
+    computing = [f"config.{name}" for name in ARITHMETIC_FIELDS]
+    parts = ("arithmetic.", "code.", "versions.")
+    unsure = [c.path for c in changes if c.path.startswith(parts) or c.path in computing]
+    if unsure:
+        return f"{REPLAY} if it computes alike in spite of {', '.join(unsure[:SHOWN])}"
     return REPLAY
+
+
+def schedule_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Change]:
+    """Return how the schedules in force differ from the checkpoint's, progress left out."""
+    before, now = ({k: v for k, v in s.items() if k != "num_steps"} for s in (saved, current))
+    return _differences(before, plain_json(now), "schedule")
 
 
 def _differences(saved: Any, current: Any, path: str = "") -> list[Change]:

@@ -53,6 +53,7 @@ from megatron_lite.telemetry.flops import MachinePeak
 from megatron_lite.telemetry.meters import measure_matmul_peak
 from megatron_lite.telemetry.timers import STEP_TIMERS, Timers
 from megatron_lite.train.agreement import check_agreement
+from megatron_lite.train.canary import check_canary
 from megatron_lite.train.dump import DebugDump
 from megatron_lite.train.parts import Core, Parts
 from megatron_lite.train.record import describe_code, describe_facts
@@ -110,6 +111,9 @@ def build_run(
         check_save_directory(core, restored)
         parts = build_parts(core, restored.state, info, signals, stack)
         announce(parts, tokenizer, restored)
+        told = check_canary(parts, restored.saved)
+        if told is not None:
+            parts.telemetry.say(told)
         if config.check_weights_hash:
             parts.telemetry.say(f"logical hash of the weights: {hash_weights(core)}")
         yield parts, restored.state

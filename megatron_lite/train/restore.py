@@ -27,6 +27,7 @@ from megatron_lite.checkpoint.resume import (
     allowed_fields,
     compare_state,
     resume_contract,
+    schedule_changes,
 )
 from megatron_lite.checkpoint.state import check_state, is_converted
 from megatron_lite.errors import UserError
@@ -172,7 +173,9 @@ def _read(core: Core, checkpoint: Checkpoint, source: _Source) -> _Content:
         if "data_path" not in allowed_fields(core.config.allow_resume_change):
             check_cursor(core, checkpoint.state, state)
         # On a copy: nothing of the run is touched before all ranks have read everything.
-        _continue_schedules(core, copy.copy(core.rates), checkpoint.state["schedule"])
+        rates = copy.copy(core.rates)
+        _continue_schedules(core, rates, checkpoint.state["schedule"])
+        changes += schedule_changes(checkpoint.state["schedule"], rates.state_dict())
     weights_only = _takes_weights_only(core, checkpoint, source)
     expected = _expected(core, weights_only)
     allow = set(core.config.ckpt_allow)

@@ -16,6 +16,7 @@ from megatron_lite.checkpoint.save import check_writable, save_checkpoint
 from megatron_lite.checkpoint.tensors import StateEntry
 from megatron_lite.errors import UserError
 from megatron_lite.telemetry.lines import format_saved, format_saving
+from megatron_lite.train.canary import take_canary
 from megatron_lite.train.parts import Core, Parts
 from megatron_lite.train.record import describe_state
 from megatron_lite.train.restore import Restored, entry_name
@@ -37,7 +38,7 @@ def save_run(parts: Parts, state: TrainState) -> None:
         config.save,
         iteration,
         entries,
-        describe_state(parts, state),
+        describe_state(parts, state, take_canary(parts, state)),
         parts.groups.world,
         overwrite=config.overwrite_save,
         keep_last=config.keep_last,

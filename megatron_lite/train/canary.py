@@ -1,0 +1,214 @@
+"""`--verify-resume`: a few known samples prove that a loaded run is the one that was saved.
+
+At a save the loss and the gradient norm of the samples consumed last are computed once more
+with the saved weights, without dropout, and stored with the samples' numbers and a hash of
+their tokens. After loading the same is done again: on the same layout and arithmetic the
+bits must be equal, else the figures must MATCH. It costs one small step per save and per
+load, and touches nothing but the gradient buffers, which every step clears.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint.resume import ARITHMETIC_FIELDS
+from megatron_lite.data.loader import Batch, read_batch
+from megatron_lite.errors import DamagedError
+from megatron_lite.microbatch import LossSink, MicrobatchContext, WeightGradientStore
+from megatron_lite.pipeline.actions import Action, Kind
+from megatron_lite.train.closing import reduce_closing
+from megatron_lite.train.denominators import start_denominators
+from megatron_lite.train.microbatches import Microbatch, to_device
+from megatron_lite.train.parts import Parts
+from megatron_lite.train.record import describe_state
+from megatron_lite.train.state import TrainState
+from megatron_lite.verify.classes import MATCH32, MATCH64
+
+LM = "lm"
+MAX_SAMPLES = 4
+# Compute dtype -> relative limits of loss and gradient norm in another layout.
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "float64": (MATCH64.loss, MATCH64.grad_norm),
+    "float32": (MATCH32.loss, MATCH32.grad_norm),
+    "bfloat16": (2e-2, 5e-2),
+    "float16": (5e-3, 2e-2),
+}
+
+
+def take_canary(parts: Parts, state: TrainState) -> dict[str, Any] | None:
+    """Return the canary of this moment; None without `--verify-resume` or training data.
+
+    Comm: that of a step of a few microbatches of one sample, on all ranks.
+    """
+    if not parts.config.verify_resume or parts.datasets.train is None:
+        return None
+    count = min(parts.plan.batch.micro_batch_size, MAX_SAMPLES, len(parts.datasets.train))
+    first = max(min(state.consumed_samples, len(parts.datasets.train)) - count, 0)
+    samples = list(range(first, first + count))
+    batches = _read(parts, samples)
+    return {"samples": samples, "tokens_sha256": _hash(batches), **_Replay(parts, batches).run()}
+
+
+def check_canary(parts: Parts, saved: Mapping[str, Any] | None) -> str | None:
+    """Replay the canary of the checkpoint that was loaded.
+
+    Args:
+        saved: state of the checkpoint; None where nothing was loaded.
+
+    Returns:
+        A line for the log; None where there is nothing to say.
+
+    Raises:
+        DamagedError: the figures differ, on all ranks.
+    """
+    if not parts.config.verify_resume or saved is None:
+        return None
+    canary = saved["canary"]
+    if canary is None:
+        return "canary: the checkpoint holds none (it was saved without --verify-resume)"
+    if parts.config.ckpt_allow:
+        return "canary: not replayed, --ckpt-allow lets the weights differ"
+    train = parts.datasets.train
+    if train is None or max(canary["samples"]) >= len(train):
+        return "canary: not replayed, its samples are not among this run's data"
+    batches = _read(parts, canary["samples"])
+    if _hash(batches) != canary["tokens_sha256"]:
+        return "canary: not replayed, this run's data differs from the checkpoint's"
+    found = _Replay(parts, batches).run()
+    exact = is_exact(saved, describe_state(parts, TrainState()))
+    limits = (0.0, 0.0)
+    if not exact:
+        dtypes = (saved["arithmetic"]["compute"], parts.plan.precision.compute)
+        limits = max(LIMITS[dtype] for dtype in dtypes)
+    for name, limit in zip(("loss", "grad_norm"), limits, strict=True):
+        if not agree(canary[name], found[name], limit):
+            raise DamagedError(
+                f"--verify-resume: the {name} of the canary samples {canary['samples']} was "
+                f"{canary[name]} when the checkpoint was saved and is {found[name]} now "
+                f"({'equal bits' if exact else f'within {limit:g}'} expected): weights, data or "
+                "code differ from what was saved"
+            )
+    how = "equal bits" if exact else f"within {limits[0]:g} and {limits[1]:g}"
+    return f"canary: loss {found['loss']} and gradient norm {found['grad_norm']}, {how}"
+
+
+def is_exact(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Whether both states compute with the same bits: layout, machine, versions, settings."""
+    parts = ("arithmetic", "code", "layout", "versions")
+    same = all(saved[part] == current[part] for part in parts)
+    before, now = saved["config"], current["config"]
+    return same and all(before.get(name) == now.get(name) for name in ARITHMETIC_FIELDS)
+
+
+def agree(saved: float | None, found: float | None, limit: float) -> bool:
+    """Compare two figures; None stands for one that is not finite, which equals only itself."""
+    if saved is None or found is None:
+        return saved is found
+    return abs(saved - found) <= limit * abs(saved)
+
+
+@dataclasses.dataclass(eq=False)
+class _Replay:
+    """Forward, backward and norm of a few samples, the same ones on every data rank."""
+
+    parts: Parts
+    batches: list[Batch]
+
+    def run(self) -> dict[str, float | None]:
+        """Return loss and gradient norm."""
+        parts = self.parts
+        self.microbatches: list[Microbatch] = to_device(self.batches, parts)
+        self.pending: dict[int, Tensor] = {}
+        self.sinks: list[LossSink] = []
+        parts.gradients.start_step(len(self.microbatches))
+        valid = torch.stack([microbatch.valid for microbatch in self.microbatches]).sum()
+        # Every data rank brings the same samples: the count over all of them is the mean's.
+        self.denominators = start_denominators({LM: valid}, parts.groups.dp_cp)
+        parts.runner.run(
+            parts.actions(len(self.microbatches)),
+            {
+                Kind.F: self.forward,
+                Kind.B: self.backward,
+                Kind.REDUCE: self.reduce,
+                Kind.NORM: self.close,
+                Kind.STEP: lambda action: None,
+            },
+            0,
+        )
+        return self.figures
+
+    def forward(self, action: Action) -> None:
+        """Run the stage as in evaluation, but with gradients."""
+        assert action.microbatch is not None and action.stage is not None
+        microbatch = self.microbatches[action.microbatch]
+        context = MicrobatchContext(
+            step=0,
+            microbatch=action.microbatch,
+            stage=action.stage,
+            training=False,
+            seed=self.parts.config.seed,
+            sample_ids=microbatch.sample_ids,
+            positions=self.parts.positions,
+            full_positions=self.parts.full_positions,
+            loss_weights=microbatch.weights,
+            denominators=self.denominators,
+            wgrads=WeightGradientStore(self.parts.gradients),
+            native=self.parts.native,
+        )
+        self.pending[action.microbatch] = self.parts.stage(
+            microbatch.tokens, microbatch.labels, context
+        )
+        self.sinks.append(context.losses)
+
+    def backward(self, action: Action) -> None:
+        """Run a microbatch's backward pass."""
+        assert action.microbatch is not None
+        self.pending.pop(action.microbatch).backward()
+
+    def reduce(self, action: Action) -> None:
+        """Complete the gradient reductions."""
+        self.parts.gradients.finish()
+
+    def close(self, action: Action) -> None:
+        """Reduce norm and loss over all ranks."""
+        losses = [sink.sums[LM].detach().to(torch.float64) for sink in self.sinks]
+        valid = [microbatch.valid for microbatch in self.microbatches]
+        sums = {LM: torch.stack(losses).sum(), "valid": torch.stack(valid).sum()}
+        if self.parts.groups.tp.rank > 0:  # tp ranks see the same samples
+            sums = {name: torch.zeros_like(value) for name, value in sums.items()}
+        closing = reduce_closing(
+            squares=self.parts.optimizer.squared_norm(),
+            sums=sums,
+            step=0,
+            vote=0.0,
+            world_group=self.parts.groups.world,
+        )
+        loss = closing.sums[LM] / max(closing.sums["valid"], 1.0)
+        figures = {"loss": loss, "grad_norm": closing.grad_norm}
+        self.figures = {k: v if math.isfinite(v) else None for k, v in figures.items()}
+
+
+def _read(parts: Parts, samples: list[int]) -> list[Batch]:
+    """One microbatch per sample: no more memory than any micro-batch size needs."""
+    assert parts.datasets.train is not None
+    pin = parts.device.type == "cuda"
+    return [
+        read_batch(parts.datasets.train, np.array([sample], dtype=np.int64), pin)
+        for sample in samples
+    ]
+
+
+def _hash(batches: list[Batch]) -> str:
+    digest = hashlib.sha256()
+    for batch in batches:
+        for tensor in (batch.tokens, batch.labels, batch.loss_mask):
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
