@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.catalog import published_steps
 from megatron_lite.checkpoint.convert.bundle import Bundle, check_bundle
+from megatron_lite.checkpoint.convert.sentencepiece_file import read_sentencepiece
 from megatron_lite.checkpoint.convert.tokenizer_files import (
     CONFIG_FILE,
     SENTENCEPIECE_FILE,
     asset_bytes,
     find_assets,
     sentencepiece_assets,
-    sentencepiece_size,
 )
 from megatron_lite.checkpoint.direct import LogicalTensor, write_directly
 from megatron_lite.checkpoint.files import FileSystem, storage_error
@@ -130,7 +130,7 @@ def own_tokenizer(
     model: Path, tokenizer_type: str, vocab_size: int
 ) -> tuple[dict[str, Path | bytes], list[str]]:
     """Return the files of a SentencePiece model, and a note when it has another vocabulary."""
-    size = sentencepiece_size(model)
+    size = len(read_sentencepiece(model).pieces)
     notes = []
     if size != vocab_size:
         notes = [f"warning: {model} has {size} pieces, the model {vocab_size}"]
@@ -178,7 +178,7 @@ def _state_config(bundle: Bundle, folder: Path) -> Config:
     if config.tokenizer_type is not None:
         return config
     model = bundle.assets.get(SENTENCEPIECE_FILE)
-    if isinstance(model, Path) and sentencepiece_size(model) == bundle.vocab_size:
+    if isinstance(model, Path) and len(read_sentencepiece(model).pieces) == bundle.vocab_size:
         place = str(folder / SENTENCEPIECE_FILE)
         return replace(config, tokenizer_type="Llama2Tokenizer", tokenizer_model=place)
     return replace(config, tokenizer_type="NullTokenizer", vocab_size=bundle.vocab_size)

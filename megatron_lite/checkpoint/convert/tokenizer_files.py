@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint.convert.hf_source import locate
+from megatron_lite.checkpoint.convert.sentencepiece_file import (
+    BPE,
+    CONTROL,
+    NORMAL,
+    UNIGRAM,
+    UNKNOWN,
+    USER_DEFINED,
+    SentencePieceFile,
+    read_sentencepiece,
+)
 from megatron_lite.data.tokenizer import BOS_NAME, SPACE_MARK
-from megatron_lite.errors import UserError
 
 ASSET_FILES = (
     "tokenizer.json",
@@ -34,8 +43,6 @@ CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 MAX_GENERATION_BYTES = 2**20
 NO_LENGTH_LIMIT = 10**30  # Hugging Face's "no limit"
-MODEL_BPE, MODEL_UNIGRAM = 2, 1  # SentencePiece's model_type
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of pieces
 
 
 def find_assets(directory: Path) -> dict[str, Path | bytes]:
@@ -63,14 +70,14 @@ def sentencepiece_assets(path: Path, tokenizer_type: str) -> dict[str, Path | by
     Raises:
         UserError: no such file, or no SentencePiece model.
     """
-    proto = _model_proto(path)
+    model = read_sentencepiece(path)
     begins = tokenizer_type == BOS_NAME
     files: dict[str, Path | bytes] = {
         SENTENCEPIECE_FILE: path,
-        CONFIG_FILE: _encode(_tokenizer_config(proto, begins)),
+        CONFIG_FILE: _encode(_tokenizer_config(model, begins)),
     }
-    if _is_expressible(proto):
-        files["tokenizer.json"] = _encode(_tokenizer_json(proto, begins))
+    if _is_expressible(model):
+        files["tokenizer.json"] = _encode(_tokenizer_json(model, begins))
     return files
 
 
@@ -84,51 +91,28 @@ def special_ids(assets: Mapping[str, Path | bytes]) -> dict[str, Any]:
         if isinstance(value, dict):
             names = ("bos_token_id", "eos_token_id", "pad_token_id")
             return {name: value[name] for name in names if name in value}
-    model = assets.get(SENTENCEPIECE_FILE)
-    if isinstance(model, Path):
-        trainer = _model_proto(model).trainer_spec
-        ids = {"bos_token_id": trainer.bos_id, "eos_token_id": trainer.eos_id}
+    path = assets.get(SENTENCEPIECE_FILE)
+    if isinstance(path, Path):
+        model = read_sentencepiece(path)
+        ids = {"bos_token_id": model.bos, "eos_token_id": model.eos}
         return {name: number for name, number in ids.items() if number >= 0}
     return {}
 
 
-def sentencepiece_size(path: Path) -> int:
-    """Return the number of pieces of a SentencePiece model."""
-    return len(_model_proto(path).pieces)
-
-
-def _model_proto(path: Path) -> Any:
-    from sentencepiece import sentencepiece_model_pb2 as messages
-
-    if not path.is_file():
-        raise UserError(f"{path}: no such file (the tokenizer of the model)")
-    proto: Any = messages.ModelProto()  # type: ignore[attr-defined, unused-ignore]
-    try:
-        proto.ParseFromString(path.read_bytes())
-    except Exception as error:  # protobuf's own type, whose home differs between its versions
-        raise UserError(f"{path}: not a SentencePiece model ({error})") from None
-    return proto
-
-
-def _is_expressible(proto: Any) -> bool:
+def _is_expressible(model: SentencePieceFile) -> bool:
     """Whether identity normalisation lets tokenizer.json say what the model does."""
-    normalizer = proto.normalizer_spec
-    return (
-        not normalizer.precompiled_charsmap
-        and not normalizer.remove_extra_whitespaces
-        and proto.trainer_spec.model_type in (MODEL_BPE, MODEL_UNIGRAM)
-    )
+    known = model.model_type in (BPE, UNIGRAM)
+    return known and not model.charsmap and not model.remove_extra_spaces
 
 
-def _tokenizer_config(proto: Any, begins: bool) -> dict[str, Any]:
-    trainer = proto.trainer_spec
+def _tokenizer_config(model: SentencePieceFile, begins: bool) -> dict[str, Any]:
     named = {
-        "bos_token": trainer.bos_id,
-        "eos_token": trainer.eos_id,
-        "pad_token": trainer.pad_id,
-        "unk_token": trainer.unk_id,
+        "bos_token": model.bos,
+        "eos_token": model.eos,
+        "pad_token": model.pad,
+        "unk_token": model.unk,
     }
-    expressible = _is_expressible(proto)
+    expressible = _is_expressible(model)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast" if expressible else "LlamaTokenizer",
         "clean_up_tokenization_spaces": False,
@@ -136,20 +120,19 @@ def _tokenizer_config(proto: Any, begins: bool) -> dict[str, Any]:
         "add_bos_token": begins,
         "add_eos_token": False,
     }
-    pieces = proto.pieces
-    return config | {name: pieces[i].piece if i >= 0 else None for name, i in named.items()}
+    pieces = model.pieces
+    return config | {name: pieces[i].text if i >= 0 else None for name, i in named.items()}
 
 
-def _tokenizer_json(proto: Any, begins: bool) -> dict[str, Any]:
-    pieces, normalizer = proto.pieces, proto.normalizer_spec
+def _tokenizer_json(model: SentencePieceFile, begins: bool) -> dict[str, Any]:
     mark = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
-    steps = [{"type": "Prepend", "prepend": SPACE_MARK}] if normalizer.add_dummy_prefix else []
+    steps = [{"type": "Prepend", "prepend": SPACE_MARK}] if model.dummy_prefix else []
     decoders = [
         {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    if normalizer.add_dummy_prefix:
+    if model.dummy_prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
         "version": "1.0",
@@ -158,44 +141,44 @@ def _tokenizer_json(proto: Any, begins: bool) -> dict[str, Any]:
         "added_tokens": [
             {
                 "id": number,
-                "content": piece.piece,
+                "content": piece.text,
                 "single_word": False,
                 "lstrip": False,
                 "rstrip": False,
                 "normalized": False,
-                "special": piece.type != USER_DEFINED,
+                "special": piece.kind != USER_DEFINED,
             }
-            for number, piece in enumerate(pieces)
-            if piece.type in (UNKNOWN, CONTROL, USER_DEFINED)
+            for number, piece in enumerate(model.pieces)
+            if piece.kind in (UNKNOWN, CONTROL, USER_DEFINED)
         ],
         "normalizer": {"type": "Sequence", "normalizers": [*steps, mark]},
         "pre_tokenizer": None,
-        "post_processor": _post_processor(proto) if begins else None,
+        "post_processor": _post_processor(model) if begins else None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _model(proto),
+        "model": _model(model),
     }
 
 
-def _model(proto: Any) -> dict[str, Any]:
-    pieces, trainer = proto.pieces, proto.trainer_spec
-    if trainer.model_type == MODEL_UNIGRAM:
+def _model(model: SentencePieceFile) -> dict[str, Any]:
+    pieces = model.pieces
+    if model.model_type == UNIGRAM:
         return {
             "type": "Unigram",
-            "unk_id": trainer.unk_id,
-            "vocab": [[piece.piece, piece.score] for piece in pieces],
-            "byte_fallback": trainer.byte_fallback,
+            "unk_id": model.unk,
+            "vocab": [[piece.text, piece.score] for piece in pieces],
+            "byte_fallback": model.byte_fallback,
         }
     return {
         "type": "BPE",
         "dropout": None,
-        "unk_token": pieces[trainer.unk_id].piece,
+        "unk_token": pieces[model.unk].text,
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
         "fuse_unk": True,
-        "byte_fallback": trainer.byte_fallback,
+        "byte_fallback": model.byte_fallback,
         "ignore_merges": False,
-        "vocab": {piece.piece: number for number, piece in enumerate(pieces)},
-        "merges": bpe_merges({p.piece: p.score for p in pieces if p.type == NORMAL}),
+        "vocab": {piece.text: number for number, piece in enumerate(pieces)},
+        "merges": bpe_merges({p.text: p.score for p in pieces if p.kind == NORMAL}),
     }
 
 
@@ -214,9 +197,9 @@ def bpe_merges(scores: Mapping[str, float]) -> list[list[str]]:
     ]
 
 
-def _post_processor(proto: Any) -> dict[str, Any]:
-    bos = proto.trainer_spec.bos_id
-    token = proto.pieces[bos].piece
+def _post_processor(model: SentencePieceFile) -> dict[str, Any]:
+    bos = model.bos
+    token = model.pieces[bos].text
     first = {"SpecialToken": {"id": token, "type_id": 0}}
     text = {"Sequence": {"id": "A", "type_id": 0}}
     second = [
