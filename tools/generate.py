@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, too
 
 from megatron_lite.checkpoint.catalog import find_checkpoint
+from megatron_lite.checkpoint.state import is_converted
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
 from megatron_lite.mesh.launch import RunStatus, WorldInfo, run_program
@@ -52,6 +53,9 @@ def saved_config(state: Any, args: argparse.Namespace, world_size: int) -> Confi
         "sequence_parallel": False,
         "device": args.device,
     }
+    if is_converted(state):
+        # It has no run: what sampling does not use, but a complete configuration has.
+        changes |= {"lr": 0.0, "mock_data": True}
     if args.tokenizer_model is not None:
         changes["tokenizer_model"] = args.tokenizer_model
     return replace(Config(), **(saved | changes))

@@ -45,7 +45,8 @@ def load_stage(
     """
     check_config(config, info.world_size)
     tokenizer = build_tokenizer(config)
-    trained_with = found.manifest.state["facts"]["tokenizer_type"]
+    # A converted checkpoint does not say; its vocabulary is then compared by the tensors.
+    trained_with = found.manifest.state["facts"].get("tokenizer_type", tokenizer.fingerprint())
     if tokenizer.fingerprint() != trained_with:
         raise UserError(
             f"the tokenizer {tokenizer.fingerprint()!r} is not the one of the checkpoint, "
