@@ -231,7 +231,8 @@ def tidy(
         retired = retire_checkpoints(root, keep_last, retain_interval, files)
         notes += [f"step {item.step} is damaged: {item.reason}" for item in retired.damaged]
         now = pointer_path(root, plan.step).stat().st_mtime
-        swept = sweep_attempts(root, files, now, fenced_below=plan.epoch if fenced else 0)
+        # A run writes one attempt at a time: its own other ones are as dead as older runs'.
+        swept = sweep_attempts(root, files, now, fenced_below=plan.epoch + 1 if fenced else 0)
         notes += [f"abandoned attempt {name} removed" for name in swept]
     except (OSError, UserError) as error:
         notes.append(f"checkpoint of step {plan.step} is published, but: {error}")
@@ -244,6 +245,7 @@ def discard(request: SaveRequest, lock: WriterLock, files: FileSystem) -> None:
         if not is_published(request):
             files.remove_tree(request.directory)
         lock.release()
+    lock.let_go()
 
 
 def is_published(request: SaveRequest) -> bool:

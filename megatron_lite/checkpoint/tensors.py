@@ -6,7 +6,7 @@ save in the background copies them to shared memory first (`snapshot.py`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +63,19 @@ class StateEntry:
 
 
 def take_snapshot(entries: Iterable[StateEntry]) -> tuple[SnapshotPiece, ...]:
-    """Fix what this rank writes of its entries.
+    """Fix what this rank writes of its entries; their tensors are read when they are written."""
+    return tuple(map(snapshot_piece, cut_entries(entries)))
+
+
+def snapshot_piece(entry: StateEntry) -> SnapshotPiece:
+    """Return the piece that a rank writes whole."""
+    key = piece_key(entry.name, entry.logical_shape, entry.offset, tuple(entry.tensor.shape))
+    item = shard_item(key, entry.tensor)
+    return SnapshotPiece(entry.name, entry.logical_shape, entry.offset, item)
+
+
+def cut_entries(entries: Iterable[StateEntry]) -> list[StateEntry]:
+    """Return what this rank writes: its own entries, and its part of shared ones.
 
     A piece that several ranks hold is cut along dim 0, a range of rows for each. Small
     pieces go whole to one holder, the largest first to the one with the least so far: a
@@ -73,20 +85,19 @@ def take_snapshot(entries: Iterable[StateEntry]) -> tuple[SnapshotPiece, ...]:
     for entry in held:
         _check_entry(entry)
     writers = _writers_of_small(held)
-    pieces = []
-    for index, entry in enumerate(held):
-        if not entry.owned or writers.get(index, entry.share.index) != entry.share.index:
+    written = []
+    for position, entry in enumerate(held):
+        share = entry.share
+        if not entry.owned or writers.get(position, share.index) != share.index:
             continue
-        tensor, offset = entry.tensor, entry.offset
-        if entry.share.count > 1 and index not in writers:
-            first, stop = _rows(tensor.shape[0], entry.share)
+        if share.count > 1 and position not in writers:
+            first, stop = _rows(entry.tensor.shape[0], share)
             if first == stop:
                 continue
-            tensor, offset = tensor[first:stop], (offset[0] + first, *offset[1:])
-        key = piece_key(entry.name, entry.logical_shape, offset, tuple(tensor.shape))
-        item = shard_item(key, tensor)
-        pieces.append(SnapshotPiece(entry.name, entry.logical_shape, offset, item))
-    return tuple(pieces)
+            offset = (entry.offset[0] + first, *entry.offset[1:])
+            entry = replace(entry, tensor=entry.tensor[first:stop], offset=offset)
+        written.append(replace(entry, share=WHOLE))
+    return written
 
 
 def _check_entry(entry: StateEntry) -> None:
