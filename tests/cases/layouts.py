@@ -4,7 +4,7 @@ Every case that concerns an axis is run from this one table, so that a new axis 
 old faults. The first row is the reference.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from megatron_lite.verify.session import Layout
 
@@ -31,11 +31,43 @@ LAYOUTS: Mapping[str, Layout] = {
 PARALLEL = tuple(name for name in LAYOUTS if name != REFERENCE)
 # One layout per kind of cut, where a case is about something else.
 FEW = (REFERENCE, "tp2", "dp2", "tp2-sp-dp2")
+# Checkpoints go from each of these to each: a later axis adds its layouts here too.
+RESHARD = (REFERENCE, "tp2", "tp4-sp", "dp2", "tp2-sp-dp2")
+# Axis -> the flag with its size. "zero": whether anything is sharded over the data axis.
+AXIS_FLAGS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "vpp": "--num-virtual-stages-per-pipeline-rank",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+}
+SHARDING = ("--use-distributed-optimizer", "--data-parallel-sharding-strategy")
+
+
+def axis_sizes(layout: Layout) -> dict[str, int]:
+    """Size of every axis of a layout."""
+    words = layout.flags
+    sizes = {
+        axis: int(words[words.index(flag) + 1]) if flag in words else 1
+        for axis, flag in AXIS_FLAGS.items()
+    }
+    sizes["sp"] = 2 if _SP in words else 1
+    sizes["dp"] = layout.ranks // (sizes["tp"] * sizes["cp"] * sizes["pp"])
+    sizes["zero"] = sizes["dp"] if any(flag in words for flag in SHARDING) else 1
+    return sizes
+
+
+def with_axes(
+    axes: Collection[str], layouts: Mapping[str, Layout] = LAYOUTS
+) -> tuple[str, ...]:
+    """Layouts of the table that cut over all of these axes; none before an axis exists."""
+    return tuple(
+        name
+        for name, layout in layouts.items()
+        if all(axis_sizes(layout)[axis] > 1 for axis in axes)
+    )
 
 
 def data_ranks(name: str) -> int:
     """Data-parallel ranks of a layout of the table."""
-    layout = LAYOUTS[name]
-    words = layout.flags
-    tensor = int(words[words.index("--tensor-model-parallel-size") + 1]) if words else 1
-    return layout.ranks // tensor
+    return axis_sizes(LAYOUTS[name])["dp"]

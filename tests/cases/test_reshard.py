@@ -1,0 +1,191 @@
+"""Change of layout (RESHARD): a checkpoint means the same in every layout, bit for bit."""
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint.reader import open_checkpoint
+from megatron_lite.verify.classes import MATCH64
+from megatron_lite.verify.session import Layout
+from tests.cases.hops import (
+    PRECISION,
+    hash_of,
+    hop_in_new_processes,
+    hop_in_pool,
+    train_and_save,
+)
+from tests.cases.layouts import LAYOUTS, REFERENCE, RESHARD, axis_sizes, with_axes
+from tests.pool import RankPool
+
+NEAR_BF16 = (2e-2, 5e-2)  # of loss and gradient norm, against another layout's step
+MOE = ("--num-experts", "4", "--moe-router-topk", "2")
+Saved = Callable[[str, str], tuple[Path, str]]
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """`saved(precision, layout)`: a checkpoint after two steps, and its logical hash."""
+    made: dict[tuple[str, str], tuple[Path, str]] = {}
+
+    def find(precision: str, layout: str) -> tuple[Path, str]:
+        key = precision, layout
+        if key not in made:
+            root = tmp_path_factory.mktemp(f"{precision}-{layout}") / "save"
+            more = PRECISION[precision]
+            made[key] = root, train_and_save(rank_pool, root, layout, 2, *more)
+        return made[key]
+
+    return find
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+@pytest.mark.parametrize("source", RESHARD)
+def test_row_45_every_layout_loads_every_layouts_checkpoint_with_equal_bits(
+    rank_pool: RankPool, tmp_path: Path, saved: Saved, source: str, precision: str
+) -> None:
+    root, wanted = saved(precision, source)
+    kinds = {name.split("/")[1] for name in open_checkpoint(root).names if "/" in name}
+    masters = {"master"} if precision == "bf16" else set()
+    assert kinds == {"exp_avg", "exp_avg_sq"} | masters
+    reference = hop_in_pool(
+        rank_pool, saved(precision, REFERENCE)[0], tmp_path / "r", REFERENCE, *PRECISION[precision]
+    )
+    limits = NEAR_BF16 if precision == "bf16" else (MATCH64.loss, MATCH64.grad_norm)
+    for target in RESHARD:
+        there = tmp_path / target
+        figures = hop_in_pool(rank_pool, root, there, target, *PRECISION[precision])
+        assert hash_of(there) == wanted, target
+        for found, expected, limit in zip(figures, reference, limits, strict=True):
+            assert found == pytest.approx(expected, rel=limit), target
+
+
+def test_the_matrix_has_a_layout_of_every_axis_of_the_table() -> None:
+    def cut(names: tuple[str, ...]) -> set[str]:
+        return {a for name in names for a, size in axis_sizes(LAYOUTS[name]).items() if size > 1}
+
+    assert cut(RESHARD) == cut(tuple(LAYOUTS))
+
+
+@pytest.mark.parametrize("repetition", range(5))
+def test_c027_hops_over_tensor_parallel_sizes_come_home_unchanged(
+    rank_pool: RankPool, tmp_path: Path, repetition: int
+) -> None:
+    first = tmp_path / "0"
+    wanted = train_and_save(rank_pool, first, "tp2", 4, "--bf16")
+    source = first
+    for number, layout in enumerate((REFERENCE, "tp4", "tp2"), 1):
+        target = tmp_path / str(number)
+        hop_in_new_processes(source, target, layout, "--bf16")
+        assert hash_of(target) == wanted, layout
+        source = target
+
+
+def test_a_hash_notices_one_changed_bit(rank_pool: RankPool, tmp_path: Path, saved: Saved) -> None:
+    root, wanted = saved("bf16", REFERENCE)
+    flags = (*PRECISION["bf16"], "--no-load-optim")
+    hop_in_pool(rank_pool, root, tmp_path / "there", "tp2", *flags)
+    assert hash_of(tmp_path / "there") != wanted
+
+
+# Rows that exist once a layout of the table cuts over the axis.
+
+
+@pytest.mark.parametrize("layout", with_axes({"dp"}))
+def test_c028_optimizer_state_beyond_the_first_bucket_survives(
+    rank_pool: RankPool, tmp_path: Path, layout: str
+) -> None:
+    small = ("--ddp-bucket-size", "1000", "--global-batch-size", "12")
+    train_and_save(rank_pool, tmp_path / "a", layout, 2, *small)
+    before = open_checkpoint(tmp_path / "a")
+    for target in (REFERENCE, *(name for name in LAYOUTS if name != layout and name in RESHARD)):
+        hop_in_pool(rank_pool, tmp_path / "a", tmp_path / target, target, *small)
+        after = open_checkpoint(tmp_path / target)
+        assert after.names == before.names
+        for name in before.names:
+            old, new = before.read(name), after.read(name)
+            assert int((old == 0).sum()) == int((new == 0).sum()), name
+            assert torch.equal(old, new), name
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), list(product(with_axes({"pp"}), with_axes({"ep"})))
+)
+def test_c029_a_pipeline_checkpoint_becomes_an_expert_parallel_one(
+    rank_pool: RankPool, tmp_path: Path, source: str, target: str
+) -> None:
+    wanted = train_and_save(rank_pool, tmp_path / "a", source, 2, *MOE)
+    hop_in_pool(rank_pool, tmp_path / "a", tmp_path / "b", target, *MOE)
+    hop_in_pool(rank_pool, tmp_path / "b", tmp_path / "c", source, *MOE)
+    assert hash_of(tmp_path / "b") == hash_of(tmp_path / "c") == wanted
+
+
+@pytest.mark.parametrize("layout", with_axes({"ep"}))
+def test_c030_every_expert_is_in_the_checkpoint_under_its_own_number(
+    rank_pool: RankPool, tmp_path: Path, layout: str
+) -> None:
+    wanted = train_and_save(rank_pool, tmp_path / "a", layout, 1, *MOE)
+    checkpoint = open_checkpoint(tmp_path / "a")
+    experts = [n for n in checkpoint.names if ".mlp.experts." in n and "/" not in n]
+    assert experts
+    for name in experts:
+        weights = checkpoint.read(name)
+        assert weights.shape[0] == 4
+        assert len({expert.numpy().tobytes() for expert in weights}) == 4, name
+    for target in (REFERENCE, *with_axes({"ep"})):
+        hop_in_pool(rank_pool, tmp_path / "a", tmp_path / target, target, *MOE)
+        assert hash_of(tmp_path / target) == wanted
+
+
+@pytest.mark.parametrize("layout", with_axes({"pp"}))
+def test_c031_layers_keep_their_numbers_over_stages_and_chunks(
+    rank_pool: RankPool, tmp_path: Path, layout: str
+) -> None:
+    deep = ("--num-layers", "8")
+    wanted = train_and_save(rank_pool, tmp_path / "a", layout, 1, *deep)
+    hop_in_pool(rank_pool, tmp_path / "a", tmp_path / "b", REFERENCE, *deep)
+    assert hash_of(tmp_path / "b") == wanted
+    # From the same initial values one process makes the same first step in every layer.
+    train_and_save(rank_pool, tmp_path / "c", REFERENCE, 1, *deep)
+    found, expected = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "c")
+    for layer in range(8):
+        name = f"decoder.layers.{layer}.mlp.linear_fc2.weight"
+        assert torch.allclose(found.read(name), expected.read(name), atol=1e-3), layer
+
+
+MADE_UP: Mapping[str, Layout] = {
+    "1": Layout("1"),
+    "pp2": Layout("pp2", 2, ("--pipeline-model-parallel-size", "2")),
+    "pp2-vpp2": Layout(
+        "pp2-vpp2",
+        2,
+        ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+    ),
+    "ep2": Layout("ep2", 2, ("--expert-model-parallel-size", "2")),
+    "tp2-ep2": Layout(
+        "tp2-ep2",
+        4,
+        ("--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "2"),
+    ),
+    "dp2-zero1": Layout("dp2-zero1", 2, ("--use-distributed-optimizer",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("axes", "wanted"),
+    [
+        ({"pp"}, ("pp2", "pp2-vpp2")),
+        ({"vpp"}, ("pp2-vpp2",)),
+        ({"ep"}, ("ep2", "tp2-ep2")),
+        ({"tp", "ep"}, ("tp2-ep2",)),
+        ({"zero"}, ("dp2-zero1",)),
+        ({"dp"}, ("ep2", "tp2-ep2", "dp2-zero1")),
+        ({"cp"}, ()),
+    ],
+)
+def test_rows_of_an_axis_are_picked_as_soon_as_the_table_has_them(
+    axes: set[str], wanted: tuple[str, ...]
+) -> None:
+    assert with_axes(axes, MADE_UP) == wanted
