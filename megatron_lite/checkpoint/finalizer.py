@@ -166,7 +166,8 @@ def carry_out(job: Job, inbox: Inbox, files: FileSystem, patience: Patience) -> 
     request = job.request
     lock = WriterLock(request.root, request.plan.attempt, files)
     failure: dict[str, str] | None = None
-    num_bytes, notes = 0, ()
+    num_bytes = 0
+    notes: tuple[str, ...] = ()
     try:
         wait_for_receipts(request, inbox, patience)
         num_bytes = publish_attempt(request, files, fenced=True).num_bytes
@@ -249,11 +250,11 @@ def _present_bytes(directory: Path) -> int:
     return total
 
 
-def failure_error(failure: dict[str, str]) -> Exception:
+def failure_error(failure: dict[str, str]) -> UserError:
     """Return the error that a failure in a reply stands for."""
     kinds = {"UserError": UserError, "DamagedError": DamagedError}
     kind, message = failure["kind"], failure["message"]
-    return kinds[kind](message) if kind in kinds else RuntimeError(f"{kind}: {message}")
+    return kinds[kind](message) if kind in kinds else DamagedError(f"{kind}: {message}")
 
 
 def main(

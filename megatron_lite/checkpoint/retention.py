@@ -147,6 +147,22 @@ def sweep_attempts(
     return swept
 
 
+def abandoned_attempts(root: Path) -> list[tuple[int, str]]:
+    """Return step and name of the attempts that no pointer names, oldest step first."""
+    referenced = set()
+    for step in published_steps(root):
+        try:
+            referenced.add(read_pointer(root, step).attempt)
+        except DamagedError:
+            continue
+    found = []
+    for child in (root / "attempts").iterdir():
+        match = ATTEMPT_PATTERN.fullmatch(child.name)
+        if match and child.name not in referenced:
+            found.append((int(match[1]), child.name))
+    return sorted(found)
+
+
 def _last_change(*paths: Path) -> float:
     latest = 0.0
     for path in paths:

@@ -69,7 +69,7 @@ class Facts:
     def has(self, *names: str) -> bool:
         """Say whether all of these fields are set to positive numbers."""
         values = [getattr(self.config, name) for name in names]
-        return all(value is not None and value > 0 for value in values)
+        return all(isinstance(value, int | float) and value > 0 for value in values)
 
     def number(self, name: str) -> int:
         """Return a field that `has` confirmed."""

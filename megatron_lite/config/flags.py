@@ -155,6 +155,8 @@ def convert(option: Option, words: list[str]) -> Any:
 def convert_word(option: Option, word: str) -> Any:
     """Turn one word into the option's type."""
     value: Any = word
+    if word in option.words:
+        return word
     if option.kind == "str" and not word.strip() and option.default != "":
         # An unset variable of a launch script; taken as "not given" it would lose data.
         raise ValueError("needs a value, got empty text")
@@ -164,8 +166,8 @@ def convert_word(option: Option, word: str) -> Any:
         try:
             value = int(word)
         except ValueError:
-            hint = "; 'auto' is not yet supported" if word == "auto" else ""
-            raise ValueError(f"'{word}' is not an integer{hint}") from None
+            words = "".join(f" or {word}" for word in option.words)
+            raise ValueError(f"'{word}' is not an integer{words}") from None
     elif option.kind == "float":
         try:
             value = float(word)
@@ -182,7 +184,8 @@ def describe_kind(option: Option) -> str:
     """Name the expected value."""
     if option.choices:
         return "one of " + ", ".join(option.choices)
-    return {"int": "an integer", "float": "a number", "str": "text"}[option.kind]
+    kind = {"int": "an integer", "float": "a number", "str": "text"}[option.kind]
+    return " or ".join([kind, *option.words])
 
 
 def unknown_flag(name: str, names: Sequence[str]) -> str:

@@ -36,12 +36,17 @@ def required_rule(field: str) -> Rule:
     )
 
 
+def _is_below(value: int | float | str | None, least: int) -> bool:
+    """Compare a number; None and words such as auto pass."""
+    return isinstance(value, int | float) and value < least
+
+
 def at_least_rule(field: str, least: int, name: str = "") -> Rule:
     """A number with a lower bound; an unset field passes."""
     spelled = name or flag_name(field)
     return Rule(
         f"at-least-{spelled[2:]}",
-        lambda f: getattr(f.config, field) is not None and getattr(f.config, field) < least,
+        lambda f: _is_below(getattr(f.config, field), least),
         lambda f: (
             f"{spelled} {getattr(f.config, field)} must be at least {least}; nearest legal: {least}"
         ),

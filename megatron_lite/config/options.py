@@ -30,6 +30,7 @@ class Option:
         spellings: (flag, value it sets); the value is None for flags that take words.
         kind: "int", "float", "str" or "bool".
         nargs: "" one word, "+" one or more, "*" any number, "3" exactly three.
+        words: accepted beside numbers.
         join: several words form one string.
         group: heading in the help; "" for flags outside the schema.
         status: "implemented", "harmless" or "refused".
@@ -43,6 +44,7 @@ class Option:
     nargs: str
     default: Any
     choices: tuple[str, ...]
+    words: tuple[str, ...] = ()
     doc: str = ""
     unit: str = ""
     join: bool = False
@@ -147,6 +149,8 @@ def schema_option(field: dataclasses.Field[Any], group: str, row: KnownRow | Non
     """Build the option of a schema field, rated by its row where it has one."""
     meta = field.metadata
     type_name = str(field.type).removesuffix(" | None")
+    if meta["words"]:
+        type_name = type_name.removesuffix(" | str")
     kind = type_name.removeprefix("tuple[").split(",")[0]
     dashed = field.name.replace("_", "-")
     if meta["names"]:
@@ -163,6 +167,7 @@ def schema_option(field: dataclasses.Field[Any], group: str, row: KnownRow | Non
         nargs=meta["nargs"],
         default=field.default,
         choices=tuple(str(choice) for choice in meta["choices"]),
+        words=meta["words"],
         doc=meta["doc"],
         unit=meta["unit"],
         join=meta["join"],

@@ -174,6 +174,8 @@ RUN_RULES: tuple[Rule, ...] = (
             "save_interval",
             "save_retain_interval",
             "keep_last",
+            "mean_time_between_failures",
+            "max_failed_saves",
             "log_interval",
             "tensorboard_log_interval",
             "tensorboard_queue_size",
@@ -189,6 +191,22 @@ RUN_RULES: tuple[Rule, ...] = (
         lambda f: f"--save {f.config.save} needs --save-interval (steps between saves)",
     ),
     needs_rule("retain-needs-save", "save_retain_interval", "save"),
+    needs_rule("async-needs-save", "async_save", "save"),
+    Rule(
+        "retain-needs-steps",
+        lambda f: f.config.save_retain_interval is not None and f.config.save_interval == "auto",
+        lambda f: (
+            f"--save-retain-interval {f.config.save_retain_interval} needs a number of steps in "
+            "--save-interval, which is auto: keep checkpoints with --keep-last"
+        ),
+    ),
+    Rule(
+        "failures-need-auto",
+        lambda f: (
+            f.config.mean_time_between_failures is not None and f.config.save_interval != "auto"
+        ),
+        lambda f: "--mean-time-between-failures needs --save-interval auto",
+    ),
     needs_rule("keep-needs-save", "keep_last", "save"),
     needs_rule("overwrite-needs-save", "overwrite_save", "save"),
     needs_rule("step-needs-load", "ckpt_step", "load"),

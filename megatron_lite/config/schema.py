@@ -24,6 +24,7 @@ def flag(
     unit: str = "",
     names: Sequence[str] = (),
     choices: Sequence[Any] = (),
+    words: Sequence[str] = (),
     nargs: str = "",
     join: bool = False,
 ) -> T:
@@ -36,6 +37,7 @@ def flag(
         names: spellings; empty means `--field-name`, or `--no-field-name` and
             `--disable-field-name` for a bool that is true by default.
         choices: legal values; empty means any.
+        words: accepted beside the numbers of the field's type.
         nargs: "" one value, "+" one or more, "*" any number, "3" exactly three.
         join: several words on the command line form one string.
     """
@@ -44,6 +46,7 @@ def flag(
         "unit": unit,
         "names": tuple(names),
         "choices": tuple(choices),
+        "words": tuple(words),
         "nargs": nargs,
         "join": join,
     }
@@ -410,11 +413,31 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: str | None = flag(None, "Directory to save to.")
-    save_interval: int | None = flag(
+    save_interval: int | str | None = flag(
         None,
-        "Steps between saves.",
+        "Steps between saves; auto: as often as pauses and failures make it pay.",
         unit="steps",
         names=("--save-interval", "--persistent-save-interval"),
+        words=("auto",),
+    )
+    mean_time_between_failures: float | None = flag(
+        None,
+        "What --save-interval auto reckons with; unset: by the number of ranks.",
+        unit="seconds",
+    )
+    async_save: bool = flag(
+        False, "Save in the background, from a copy of the state in host memory."
+    )
+    ckpt_fully_parallel_save: bool = flag(
+        True,
+        "Let the owner write all of a tensor that several ranks hold, not each a part.",
+        names=("--no-ckpt-fully-parallel-save", "--disable-ckpt-fully-parallel-save"),
+    )
+    save_failure_policy: str = flag(
+        "stop", "After a failed save: stop, or train on.", choices=("stop", "continue")
+    )
+    max_failed_saves: int = flag(
+        3, "Failed saves in a row that --save-failure-policy continue accepts.", unit="saves"
     )
     save_retain_interval: int | None = flag(
         None, "Keep every checkpoint at a multiple of this, delete older others.", unit="steps"

@@ -23,11 +23,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 EXIT_DONE = 0
 EXIT_FAILED = 1
 
-# Votes survive a sum as well as a maximum, in fp32 too: one signal outweighs a
-# duration vote of each of up to 65,535 ranks.
+# Votes survive a sum as well as a maximum: one signal outweighs a duration vote of each of
+# up to 65,535 ranks. News of a save is no wish to stop: it lies above both, in digits of its
+# own, and every rank may have it beside a wish (fp64 holds all of them exactly).
 NO_VOTE = 0.0
 DURATION_VOTE = 1.0
 SIGNAL_VOTE = 65536.0
+NEWS_VOTE = 2.0**32
+
+
+def has_news(reduced_vote: float) -> bool:
+    """Whether a rank knows that a save in the background has ended."""
+    return reduced_vote >= NEWS_VOTE
 
 
 class StopSignals:
@@ -108,6 +115,7 @@ class StopDecision:
         can_save: `--save` was given.
         exit_interval: stop after a step that it divides; None = never.
         exit_duration_in_mins: stop after this time; None = never.
+        news: whether this rank knows of the end of a save in the background.
         clock: monotonic seconds; the duration counts from now.
     """
 
@@ -118,17 +126,22 @@ class StopDecision:
         can_save: bool,
         exit_interval: int | None = None,
         exit_duration_in_mins: float | None = None,
+        news: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._signals = signals
         self._can_save = can_save
         self._exit_interval = exit_interval
         self._exit_duration_in_mins = exit_duration_in_mins
+        self._news = news
         self._clock = clock
         self._begin = clock()
 
     def local_vote(self) -> float:
         """What this rank adds to the step's closing reduction (sum or maximum)."""
+        return self._wish_to_stop() + (NEWS_VOTE if self._news() else NO_VOTE)
+
+    def _wish_to_stop(self) -> float:
         if self._signals.received is not None:
             return SIGNAL_VOTE
         limit = self._exit_duration_in_mins
@@ -141,6 +154,7 @@ class StopDecision:
 
         Of several reasons the signal wins: after it somebody has to start the run again.
         """
+        reduced_vote %= NEWS_VOTE
         if reduced_vote >= SIGNAL_VOTE:
             return self._signal_order(iteration)
         if reduced_vote >= DURATION_VOTE:

@@ -58,7 +58,8 @@ from megatron_lite.train.dump import DebugDump
 from megatron_lite.train.parts import Core, Parts
 from megatron_lite.train.record import describe_code, describe_facts
 from megatron_lite.train.restore import Restored, load_run
-from megatron_lite.train.saving import check_save_directory
+from megatron_lite.train.save_directory import check_save_directory, join_save_directory
+from megatron_lite.train.saving import Saver
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.summary import announce
 from megatron_lite.train.weights_hash import hash_weights
@@ -107,10 +108,15 @@ def build_run(
         core.facts = facts
         # One look at the source tree, not one per rank.
         core.code = all_gather_json(describe_code() if info.rank == 0 else {}, world)[0]
+        joined = stack.enter_context(join_save_directory(core))
         restored = start_state(core)
         check_save_directory(core, restored)
-        parts = build_parts(core, restored.state, info, signals, stack)
+        saver = Saver(core, joined, restored.state.iteration)
+        stack.callback(saver.close)
+        parts = build_parts(core, restored.state, info, signals, saver, stack)
         announce(parts, tokenizer, restored)
+        for note in joined.notes:
+            parts.telemetry.say(note)
         told = check_canary(parts, restored.saved)
         if told is not None:
             parts.telemetry.say(told)
@@ -207,6 +213,7 @@ def build_parts(
     state: TrainState,
     info: WorldInfo,
     signals: StopSignals,
+    saver: Saver,
     stack: ExitStack,
 ) -> Parts:
     """Add data from the cursor on, reporting and the ways to stop."""
@@ -235,7 +242,9 @@ def build_parts(
             can_save=config.save is not None,
             exit_interval=config.exit_interval,
             exit_duration_in_mins=config.exit_duration_in_mins,
+            news=saver.has_news,
         ),
+        saver=saver,
         dump=build_dump(config, plan, groups),
     )
 

@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import RunStopped, UserError
 from megatron_lite.mesh.launch import RunStatus
-from megatron_lite.resilience.signals import StopOrder
+from megatron_lite.resilience.signals import StopOrder, has_news
 from megatron_lite.telemetry.records import ValidRow
 from megatron_lite.train.dump import dump_start
 from megatron_lite.train.evaluate import evaluate
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.report import report_step
-from megatron_lite.train.saving import save_run
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.step import StepReport, TrainStep
 
@@ -42,7 +41,7 @@ def train(parts: Parts, state: TrainState, status: RunStatus) -> int:
     start = state.iteration
     if parts.dump is not None:
         dump_start(parts.dump, parts.optimizer, start)
-    saved_at = evaluated_at = None
+    evaluated_at = None
     with collect_garbage(parts.config) as collect:
         while state.iteration < parts.plan.batch.train_iters:
             status.step, status.phase = state.iteration + 1, "training"
@@ -52,14 +51,20 @@ def train(parts: Parts, state: TrainState, status: RunStatus) -> int:
                 evaluate_valid(parts, state)
                 evaluated_at = state.iteration
             order = parts.stop.decide(report.vote, state.iteration)
-            if is_multiple(state.iteration, parts.config.save_interval) or (order and order.save):
-                saved_at = save_once(parts, state, saved_at, status)
+            if has_news(report.vote):
+                status.phase = "saving"
+                parts.saver.settle(parts)
+            if parts.saver.schedule.is_due(state.iteration) or (order and order.save):
+                save(parts, state, status)
             if order is not None:
+                parts.saver.finish(parts)
                 return leave(parts, order, state.iteration)
     if state.iteration > start:
-        save_once(parts, state, saved_at, status)
+        save(parts, state, status)
     status.phase = "evaluation"
     finish(parts, state, evaluated_at)
+    status.phase = "saving"
+    parts.saver.finish(parts)
     return 0
 
 
@@ -68,7 +73,9 @@ def run_step(parts: Parts, state: TrainState) -> StepReport:
     start = time.perf_counter()
     with parts.timers.measure("interval-time"):
         report = TrainStep(parts, state, vote=parts.stop.local_vote()).run()
-    report_step(parts, report, (time.perf_counter() - start) * 1e3)
+    seconds = time.perf_counter() - start
+    parts.saver.schedule.note_step(seconds)
+    report_step(parts, report, seconds * 1e3)
     return report
 
 
@@ -94,13 +101,11 @@ def finish(parts: Parts, state: TrainState, evaluated_at: int | None) -> None:
         parts.telemetry.valid(row)
 
 
-def save_once(parts: Parts, state: TrainState, saved_at: int | None, status: RunStatus) -> int:
-    """Save unless this iteration is saved already."""
-    if saved_at != state.iteration and parts.config.save is not None:
-        status.phase = "saving"
-        with parts.timers.measure("save-checkpoint"):
-            save_run(parts, state)
-    return state.iteration
+def save(parts: Parts, state: TrainState, status: RunStatus) -> None:
+    """Save this iteration unless it is saved already."""
+    status.phase = "saving"
+    with parts.timers.measure("save-checkpoint"):
+        parts.saver.save(parts, state)
 
 
 def leave(parts: Parts, order: StopOrder, iteration: int) -> int:

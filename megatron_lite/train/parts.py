@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from megatron_lite.spec.params import ParamSpec
 from megatron_lite.telemetry.facade import Telemetry
 from megatron_lite.telemetry.timers import Timers
 from megatron_lite.train.dump import DebugDump
+
+if TYPE_CHECKING:
+    from megatron_lite.train.saving import Saver
 
 
 @dataclass(eq=False)
@@ -88,6 +91,7 @@ class Parts(Core):
     telemetry: Telemetry
     timers: Timers
     stop: StopDecision
+    saver: Saver
     dump: DebugDump | None
     tabled_steps: int = 0
 
