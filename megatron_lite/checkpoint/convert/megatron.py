@@ -60,12 +60,18 @@ class Piece:
     tensor: ShardTensor
     origin: str
 
-    def use(self, take: Callable[[Tensor], None]) -> None:
-        """Hand the mapped tensor to `take`, which must not keep a view of it."""
+    def use(self, take: Callable[[Tensor], bool]) -> None:
+        """Hand the mapped tensor to `take`, which must not keep a view of it.
+
+        Raises:
+            DamagedError: `take` says no: this is a copy that differs from another rank's.
+        """
         with map_range(self.path, self.tensor) as data:
             view = tensor_over(data, self.tensor.dtype, self.tensor.shape)
-            take(view)
+            agreed = take(view)
             del view  # the mapping cannot be closed while a tensor looks into it
+        if not agreed:
+            raise DamagedError(f"{self.origin}: differs from the copy on another rank")
 
 
 # Pieces of each stored tensor, in the order of the tensor-parallel ranks.
@@ -292,27 +298,27 @@ def _recipe(
         elif spec.cut_dim is None:
             pieces[0].use(lambda whole: _copy(out, whole))
             for other in pieces[1:]:
-                other.use(lambda whole, other=other: _check_equal(out, whole, other))  # type: ignore[misc]
+                other.use(lambda whole: _is_equal(out, whole))
         else:
-            _join(pieces, out, spec.cut_dim, lambda part, piece, origin: _copy(part, piece))
-            _join(copies, out, spec.cut_dim, _check_equal)
+            _join(pieces, out, spec.cut_dim, _copy)
+            _join(copies, out, spec.cut_dim, _is_equal)
         return out
 
     return load
 
 
-def _copy(part: Tensor, piece: Tensor) -> None:
+def _copy(part: Tensor, piece: Tensor) -> bool:
     part.copy_(piece)
+    return True
 
 
-def _check_equal(part: Tensor, piece: Tensor, origin: Piece) -> None:
-    same = torch.equal(part.contiguous().view(torch.uint8), piece.contiguous().view(torch.uint8))
-    if not same:
-        raise DamagedError(f"{origin.origin}: differs from the copy on another rank")
+def _is_equal(part: Tensor, piece: Tensor) -> bool:
+    flat_a, flat_b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (part, piece))
+    return torch.equal(flat_a, flat_b)
 
 
 def _join(
-    pieces: Sequence[Piece], out: Tensor, dim: int, act: Callable[[Tensor, Tensor, Piece], None]
+    pieces: Sequence[Piece], out: Tensor, dim: int, act: Callable[[Tensor, Tensor], bool]
 ) -> None:
     """Meet each piece with its range of `out`; what reaches beyond it is padding."""
     start = 0
@@ -320,8 +326,8 @@ def _join(
         length = piece.tensor.shape[dim]
         kept = max(0, min(length, out.shape[dim] - start))
 
-        def take(whole: Tensor, start: int = start, kept: int = kept, piece: Piece = piece) -> None:
-            act(out.narrow(dim, start, kept), whole.narrow(dim, 0, kept), piece)
+        def take(whole: Tensor, start: int = start, kept: int = kept) -> bool:
+            return act(out.narrow(dim, start, kept), whole.narrow(dim, 0, kept))
 
         if kept:
             piece.use(take)
@@ -338,9 +344,9 @@ def _take_heads(spec: ParamSpec, pieces: Sequence[Piece], out: Tensor, model: Mo
     target = out.view(len(pieces), groups, heads, d, *rest)
     for number, piece in enumerate(pieces):
 
-        def take(whole: Tensor, number: int = number) -> None:
+        def take(whole: Tensor, number: int = number) -> bool:
             view = whole.view(groups, queries + 2, d, *rest)
-            target[number].copy_(view.narrow(1, first, heads))
+            return _copy(target[number], view.narrow(1, first, heads))
 
         piece.use(take)
 
@@ -350,7 +356,8 @@ def _take_half(pieces: Sequence[Piece], out: Tensor, *, second: bool) -> None:
     rows = out.shape[0] // len(pieces)
     for number, piece in enumerate(pieces):
 
-        def take(whole: Tensor, number: int = number) -> None:
-            out.narrow(0, number * rows, rows).copy_(whole.narrow(0, rows * second, rows))
+        def take(whole: Tensor, number: int = number) -> bool:
+            part = out.narrow(0, number * rows, rows)
+            return _copy(part, whole.narrow(0, rows * second, rows))
 
         piece.use(take)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from megatron_lite.checkpoint.commit import TRACKER_FILE
+from megatron_lite.checkpoint.convert import megatron_unpickle
 from megatron_lite.checkpoint.files import read_file
 from megatron_lite.checkpoint.shards import ShardTensor, read_header
 from megatron_lite.checkpoint.strict_json import parse_json
@@ -145,16 +146,15 @@ def unpickle(
             "out": str(out),
             "path": [str(Path(__file__).parents[3]), str(Path(torch.__file__).parents[1])],
         }
-        result = _run_reader(request, out)
+        result = run_reader(request, out)
         yield {
             key: _rank_tensors(out / f"{number}.safetensors", path, result[number])
             for number, (key, path) in enumerate(sources.items())
         }
 
 
-def _run_reader(request: Mapping[str, Any], out: Path) -> list[Any]:
-    from megatron_lite.checkpoint.convert import megatron_unpickle
-
+def run_reader(request: Mapping[str, Any], out: Path) -> list[Any]:
+    """Run `megatron_unpickle.py` in its own process; return its report on each source."""
     # Only what finds shared libraries; no credentials, no proxies, no home.
     environ = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
     done = subprocess.run(

@@ -18,12 +18,13 @@ from typing import Any
 
 RESULT_FILE = "result.json"
 # Libraries whose classes turn up in arguments and random states.
-STAND_IN_PACKAGES = frozenset(
-    "megatron transformer_engine numpy apex io _io enum signal pathlib datetime functools".split()
+STAND_IN_PACKAGES = (
+    *("megatron", "transformer_engine", "numpy", "apex", "io", "_io"),
+    *("enum", "signal", "pathlib", "datetime", "functools"),
 )
-METADATA_CLASSES = frozenset(
-    "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
-    "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING".split()
+METADATA_CLASSES = (
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
 )
 SKIPPED_PREFIXES = ("optimizer.", "optimizer/", "chained_", "rng_state", "rerun_state")
 
