@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokenizer-dir", help="directory whose tokenizer files go along, not the source's")
     add("--target-tensor-parallel-size", type=int, default=1, help="TP of a megatron target")
     add("--target-pipeline-parallel-size", type=int, default=1, help="PP of a megatron target")
+    add("--true-vocab-size", type=int, help="vocabulary of a megatron source without padding")
     add("--trust-pickle", action="store_true", help="load pickles, in a process of their own")
     add("--allow-unused", action="store_true", help="leave out unknown source tensors, with a note")
     add("--no-checking", action="store_true", help="do not read the result back and compare")
@@ -115,8 +116,13 @@ def open_bundle(args: argparse.Namespace, source: str, stack: ExitStack) -> Bund
         return read_hf(place, scratch=scratch, allow_unused=args.allow_unused)
     from megatron_lite.checkpoint.convert.megatron import read_megatron
 
-    found = read_megatron(place, step=args.step, trust_pickle=args.trust_pickle)
-    return stack.enter_context(found) if isinstance(found, AbstractContextManager) else found
+    reading = read_megatron(
+        place,
+        step=args.step,
+        trust_pickle=args.trust_pickle,
+        true_vocab_size=args.true_vocab_size,
+    )
+    return stack.enter_context(reading)
 
 
 def with_tokenizer(bundle: Bundle, directory: str | None) -> Bundle:
@@ -170,14 +176,19 @@ def write_bundle(args: argparse.Namespace, target: str, bundle: Bundle) -> str:
     from megatron_lite.checkpoint.convert.megatron import write_megatron
 
     tp, pp = args.target_tensor_parallel_size, args.target_pipeline_parallel_size
-    write_megatron(bundle, place, tp=tp, pp=pp)
+    write_megatron(bundle, place, tp=tp, pp=pp, overwrite=args.overwrite)
     return f"megatron, TP {tp}, PP {pp}, in {place}"
 
 
 def read_back(args: argparse.Namespace, target: str, stack: ExitStack) -> Bundle:
     """Open the target as a source."""
     own = argparse.Namespace(
-        load_dir=args.save_dir, step=None, dtype=None, trust_pickle=True, allow_unused=False
+        load_dir=args.save_dir,
+        step=None,
+        dtype=None,
+        trust_pickle=True,
+        true_vocab_size=None,
+        allow_unused=False,
     )
     return open_bundle(own, target, stack)
 
