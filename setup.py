@@ -24,11 +24,13 @@ ROOT = Path(__file__).parent
 TORCH = "torch>=2.11,<2.16"
 TRAIN = ["rich>=13", "matplotlib>=3.8", "tensorboard>=2.16", "wandb>=0.17"]
 CONVERT = ["transformers>=4.50", "tokenizers>=0.20"]
+REMOTE = ["fsspec>=2024.12"]  # and the store's own client: s3fs, gcsfs, ...
 DEV = [
     "pytest>=8.2",
     "pytest-xdist>=3.6",
     "pytest-timeout>=2.3",
     "hypothesis>=6.100",
+    "fsspec>=2024.12",
     "ml_dtypes>=0.4",
     "ruff>=0.17,<0.18",
     "mypy>=2.4,<2.5",
@@ -152,7 +154,7 @@ setup(
         "sentencepiece>=0.2",
         "pyyaml>=6",
     ],
-    extras_require={"train": TRAIN, "convert": CONVERT, "dev": DEV},
+    extras_require={"train": TRAIN, "convert": CONVERT, "remote": REMOTE, "dev": DEV},
     ext_modules=cpu_extensions(),
     cmdclass={"build_ext": OptionalBuild},
     zip_safe=False,

@@ -3,12 +3,13 @@
 Pointers in published/ are the only restart roots. iter_XXXXXXX directories and the
 tracker file are views: a path may come in through one, the truth is looked up behind it.
 For each newer checkpoint that is passed over the reason is kept, to be told to the user.
+A URL is looked into through a local mirror (`remote.py`), with the same checks.
 """
 
 import os
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lite.checkpoint.commit import TRACKER_FILE, VIEW_POINTER_FILE
@@ -24,7 +25,9 @@ from megatron_lite.checkpoint.manifest import (
     parse_pointer,
     pointer_path,
 )
-from megatron_lite.checkpoint.ranges import Fetch, already_here
+from megatron_lite.checkpoint.ranges import already_here
+from megatron_lite.checkpoint.remote import ITERATION_PATTERN, Mirror, open_mirror, split_url
+from megatron_lite.checkpoint.stores import is_url, local_path
 from megatron_lite.checkpoint.verify import check_data, check_structure, load_manifest
 from megatron_lite.errors import DamagedError, UserError
 
@@ -52,7 +55,7 @@ class Found:
     manifest_sha256: str
     manifest: Manifest
     passed_over: tuple[PassedOver, ...] = ()
-    fetch: Fetch = already_here
+    mirror: Mirror | None = None  # of a checkpoint in an object store
 
 
 def published_steps(root: Path) -> list[int]:
@@ -74,18 +77,21 @@ def read_pointer(root: Path, step: int) -> Pointer:
     return pointer
 
 
-def open_published(root: Path, step: int, verify: str) -> Found:
+def open_published(root: Path, step: int, verify: str, mirror: Mirror | None = None) -> Found:
     """Verify one published step.
 
     Args:
         verify: "structure" looks at every file without reading tensors; "full" hashes all.
+        mirror: `root` is the directory of this mirror.
     """
     pointer = read_pointer(root, step)
     directory = attempt_directory(root, pointer.attempt)
-    manifest, sha256 = _verified(directory, pointer.manifest_sha256, verify)
+    if mirror is not None:
+        mirror.checkpoint(pointer.attempt)
+    manifest, sha256 = _verified(directory, pointer.manifest_sha256, verify, mirror)
     if (manifest.attempt, manifest.step) != (pointer.attempt, step):
         raise DamagedError(f"{directory}: belongs to attempt {manifest.attempt}")
-    return Found(directory, step, sha256, manifest)
+    return Found(directory, step, sha256, manifest, mirror=mirror)
 
 
 def find_checkpoint(
@@ -94,16 +100,18 @@ def find_checkpoint(
     *,
     verify: str = "full",
     excluded: Collection[PassedOver] = (),
+    mirror: Mirror | None = None,
 ) -> Found:
     """Return the newest published checkpoint that verifies, or the one asked for.
 
     Args:
         path: a SAVE root, or one checkpoint directory (attempt, iter_XXXXXXX view, or a
-            copy of one made elsewhere).
+            copy of one made elsewhere), or a URL of one of them.
         step: only this step (no fallback to another one); None for the newest.
         verify: "full" hashes every byte; "structure" reads no tensors, for callers whose
             reads verify the pieces they use anyway (`load_newest`).
         excluded: steps found damaged before; passed over with the reason given.
+        mirror: of a URL; one is made when it is not given.
 
     Raises:
         NoCheckpoint: nothing was ever published here, or not this step.
@@ -111,7 +119,9 @@ def find_checkpoint(
     """
     if verify not in VERIFY_LEVELS:
         raise ValueError(f"verify is {verify!r}, not one of {VERIFY_LEVELS}")
-    place = Path(path)
+    if is_url(path):
+        return _find_in_store(str(path), step, verify, excluded, mirror)
+    place = local_path(path)
     try:
         single = _single_directory(place)
         if single is not None:
@@ -120,12 +130,45 @@ def find_checkpoint(
                 if item.step == found.step:
                     raise DamagedError(item.reason)
             return found
-        return _choose(place, step, verify, excluded)
+        return _choose(place, step, verify, excluded, None)
     except OSError as error:
         raise storage_error(error, place) from error
 
 
-def _choose(root: Path, step: int | None, verify: str, excluded: Collection[PassedOver]) -> Found:
+def _find_in_store(
+    url: str,
+    step: int | None,
+    verify: str,
+    excluded: Collection[PassedOver],
+    mirror: Mirror | None,
+) -> Found:
+    mirror = mirror or open_mirror(url)
+    inner = split_url(url)[1]
+    named = ITERATION_PATTERN.fullmatch(inner) or re.match(r"attempts/([0-9]+)-", inner)
+    if named is not None:
+        if step is not None and step != int(named[1]):
+            raise NoCheckpoint(f"{url}: holds step {int(named[1])}, not step {step}")
+        step = int(named[1])
+    try:
+        mirror.pointers()
+        found = _choose(mirror.root, step, verify, excluded, mirror)
+    except UserError as error:
+        raise type(error)(mirror.words(str(error))) from error
+    except OSError as error:
+        raise storage_error(error, mirror.root) from error
+    if inner.startswith("attempts/") and found.directory.name != inner.partition("/")[2]:
+        raise DamagedError(f"{url}: was never published, or has been replaced or retired")
+    told = tuple(PassedOver(item.step, mirror.words(item.reason)) for item in found.passed_over)
+    return replace(found, passed_over=told)
+
+
+def _choose(
+    root: Path,
+    step: int | None,
+    verify: str,
+    excluded: Collection[PassedOver],
+    mirror: Mirror | None,
+) -> Found:
     steps = published_steps(root)
     if not steps:
         raise NoCheckpoint(_why_nothing(root))
@@ -141,13 +184,11 @@ def _choose(root: Path, step: int | None, verify: str, excluded: Collection[Pass
             passed_over.append(PassedOver(candidate, reasons[candidate]))
             continue
         try:
-            found = open_published(root, candidate, verify)
+            found = open_published(root, candidate, verify, mirror)
         except DamagedError as error:
             passed_over.append(PassedOver(candidate, str(error)))
             continue
-        return Found(
-            found.directory, found.step, found.manifest_sha256, found.manifest, tuple(passed_over)
-        )
+        return replace(found, passed_over=tuple(passed_over))
     told = "".join(f"\n  step {item.step}: {item.reason}" for item in passed_over)
     raise DamagedError(f"{root}: no published checkpoint verifies:{told}")
 
@@ -179,20 +220,22 @@ def _open_single(directory: Path, place: Path, step: int | None, verify: str) ->
             raise DamagedError(f"{place}: was never published, or has been replaced or retired")
         found = open_published(published, named, verify)
     else:  # a copy of a checkpoint directory: the manifest vouches for itself
-        manifest, sha256 = _verified(directory, None, verify)
+        manifest, sha256 = _verified(directory, None, verify, None)
         found = Found(directory, manifest.step, sha256, manifest)
     if step is not None and step != found.step:
         raise NoCheckpoint(f"{place}: holds step {found.step}, not step {step}")
     return found
 
 
-def _verified(directory: Path, manifest_sha256: str | None, verify: str) -> tuple[Manifest, str]:
+def _verified(
+    directory: Path, manifest_sha256: str | None, verify: str, mirror: Mirror | None
+) -> tuple[Manifest, str]:
     if directory.is_symlink() or not directory.is_dir():
         raise DamagedError(f"{directory}: checkpoint directory is missing")
     manifest, sha256 = load_manifest(directory, manifest_sha256)
     check_structure(directory, manifest)
     if verify == "full":
-        check_data(directory, manifest)
+        check_data(directory, manifest, already_here if mirror is None else mirror.fetch)
     return manifest, sha256
 
 

@@ -180,7 +180,7 @@ def _create_exclusively(temporary: Path, target: Path, data: bytes, files: FileS
         files.write_file(target, data)
 
 
-def already_published(root: Path, step: int) -> UserError:
+def already_published(root: Path | str, step: int) -> UserError:
     """Return the error for a step that has a checkpoint already."""
     return UserError(
         f"{root}: step {step} is already published and is not replaced; "

@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from megatron_lite.checkpoint.catalog import Found, PassedOver, find_checkpoint
 from megatron_lite.checkpoint.reader import Checkpoint
+from megatron_lite.checkpoint.remote import Mirror, open_mirror
+from megatron_lite.checkpoint.stores import is_url, local_path
 from megatron_lite.checkpoint.together import every_rank, first_rank
 from megatron_lite.checkpoint.verify import load_manifest
 from megatron_lite.errors import DamagedError
@@ -35,15 +37,18 @@ def load_newest(
     group: Group,
     load: Callable[[Checkpoint], T],
     step: int | None = None,
+    staging: str | None = None,
 ) -> Loaded[T]:
     """Load the newest checkpoint that verifies, the same one on all ranks.
 
     Args:
-        path: SAVE root or one checkpoint directory.
+        path: SAVE root or one checkpoint directory, or the URL of one.
         group: the world.
         load: reads this rank's boxes into new tensors and returns them; it must not touch
             live state, because its result may be thrown away (all or nothing).
         step: only this step.
+        staging: directory on this node for what comes from a URL (`--ckpt-staging-dir`);
+            the system's temporary one when it is not given.
 
     Raises:
         NoCheckpoint: nothing is there. DamagedError: nothing there verifies, or the one
@@ -51,22 +56,29 @@ def load_newest(
 
     Comm: two exchanges of a few hundred bytes per rank for each checkpoint tried.
     """
-    place = Path(path)
+    place = local_path(path)
     excluded: list[PassedOver] = []
+    mirrors: list[Mirror] = []
+    if is_url(path):
+        folder = None if staging is None else Path(staging)
+        every_rank(lambda: mirrors.append(open_mirror(str(path), folder)), group, place)
+    mirror = mirrors[0] if mirrors else None
     while True:
-        told = first_rank(partial(_choose, place, step, excluded), group, place)
+        told = first_rank(partial(_choose, path, step, excluded, mirror), group, place)
         results: list[Loaded[T]] = []
         try:
-            every_rank(partial(_load_told, told, load, results), group, place)
+            every_rank(partial(_load_told, told, load, results, mirror), group, place)
         except DamagedError as error:
             excluded.append(PassedOver(told["step"], str(error)))
             continue
         return results[0]
 
 
-def _choose(place: Path, step: int | None, excluded: list[PassedOver]) -> dict[str, Any]:
+def _choose(
+    place: str | Path, step: int | None, excluded: list[PassedOver], mirror: Mirror | None
+) -> dict[str, Any]:
     """Rank 0's choice, as JSON for the others."""
-    found = find_checkpoint(place, step, verify="structure", excluded=excluded)
+    found = find_checkpoint(place, step, verify="structure", excluded=excluded, mirror=mirror)
     return {
         "directory": str(found.directory),
         "step": found.step,
@@ -76,11 +88,16 @@ def _choose(place: Path, step: int | None, excluded: list[PassedOver]) -> dict[s
 
 
 def _load_told(
-    told: dict[str, Any], load: Callable[[Checkpoint], T], results: list[Loaded[T]]
+    told: dict[str, Any],
+    load: Callable[[Checkpoint], T],
+    results: list[Loaded[T]],
+    mirror: Mirror | None,
 ) -> None:
     """Open what rank 0 has chosen, by its hash, and load from it."""
     directory = Path(told["directory"])
+    if mirror is not None:  # rank 0's is a directory on its node only
+        directory = mirror.manifest(directory.name)
     manifest, sha256 = load_manifest(directory, told["sha256"])
     passed_over = tuple(PassedOver(*item) for item in told["passed_over"])
-    checkpoint = Checkpoint(Found(directory, told["step"], sha256, manifest, passed_over))
+    checkpoint = Checkpoint(Found(directory, told["step"], sha256, manifest, passed_over, mirror))
     results.append(Loaded(load(checkpoint), checkpoint, passed_over))

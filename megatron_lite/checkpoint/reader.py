@@ -19,7 +19,7 @@ from megatron_lite.checkpoint.boxes import Region, intersect, is_inside, relativ
 from megatron_lite.checkpoint.catalog import Found, find_checkpoint
 from megatron_lite.checkpoint.manifest import Piece, TensorRecord, piece_key, shard_file
 from megatron_lite.checkpoint.pieces import PieceWork
-from megatron_lite.checkpoint.ranges import run_jobs
+from megatron_lite.checkpoint.ranges import already_here, run_jobs
 from megatron_lite.checkpoint.shards import ShardHeader
 from megatron_lite.checkpoint.strict_json import encode_json
 from megatron_lite.checkpoint.tensors import (
@@ -114,15 +114,27 @@ class Checkpoint:
                 if common is not None:
                     target = out[relative_slices(common, offset)]
                     works.append(self._piece_work(name, record, piece, common, target))
-        run_jobs([(work.num_bytes, partial(work.run, self.found.fetch)) for work in works])
+        self._run(works)
         self.bytes_read += sum(work.num_bytes for work in works)
         self._verified.update(work.identity for work in works)
         return results
+
+    def _run(self, works: list[PieceWork]) -> None:
+        mirror = self.found.mirror
+        fetch = already_here if mirror is None else mirror.fetch
+        try:
+            run_jobs([(work.num_bytes, partial(work.run, fetch)) for work in works])
+        except UserError as error:
+            if mirror is None:
+                raise
+            raise type(error)(mirror.words(str(error))) from error
 
     def _piece_work(
         self, name: str, record: TensorRecord, piece: Piece, common: Region, out: Tensor
     ) -> PieceWork:
         if piece.rank not in self._headers:
+            if self.found.mirror is not None:
+                self.found.mirror.shard(self.directory / shard_file(piece.rank))
             header = load_shard_header(self.directory, self._manifest, piece.rank)
             self._headers[piece.rank] = header
         key = piece_key(name, record.shape, piece.offset, piece.shape)
