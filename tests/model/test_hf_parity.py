@@ -199,7 +199,7 @@ def exact_frequencies(rotary: RotaryShape) -> torch.Tensor:
             elif turns <= 4:
                 share = (turns - 1) / 3
                 frequency *= share + (1 - share) / rotary.llama3_factor
-        values.append(frequency)
+        values.append(frequency / rotary.interpolation_factor)
     return torch.tensor(values, dtype=torch.float64)
 
 

@@ -1,0 +1,177 @@
+"""What this model cannot follow is refused by name and value, never converted in silence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.checkpoint.convert.hf_config import build_config, choose_family, parse_config
+from megatron_lite.checkpoint.convert.hf_families import FAMILIES, REFUSED
+from megatron_lite.config.plan import build_model
+from megatron_lite.errors import UserError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+}
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 100,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+}
+
+
+def parse(changes: dict[str, Any], base: dict[str, Any] = LLAMA) -> Any:
+    return parse_config({**base, **changes}, "config.json")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+REFUSALS = {
+    "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    "biases of attention alone": ({"attention_bias": True}, "attention_bias True, mlp_bias False"),
+    "rope type": ({"rope_scaling": YARN}, "'yarn'"),
+    "rope type, new spelling": ({"rope_parameters": YARN}, "'yarn'"),
+    "two spellings that disagree": (
+        {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"factor": 4.0}},
+        "disagree",
+    ),
+    "other constants of llama3": (
+        {"rope_scaling": LLAMA3 | {"high_freq_factor": 2.0}},
+        "high_freq_factor 2.0",
+    ),
+    "other original context": (
+        {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}},
+        "original_max_position_embeddings 4096",
+    ),
+    "attention scaling": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "attention_factor": 0.5}},
+        "attention_factor 0.5",
+    ),
+    "broken linear factor": ({"rope_scaling": {"type": "linear", "factor": 2.5}}, "2.5"),
+    "broken theta": ({"rope_theta": 10000.5}, "10000.5"),
+    "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    "a theta for each kind of layer": ({"rope_parameters": {"full": {}}}, "layer to layer"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "pruned": ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
+    "kv heads that do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+    "no number": ({"hidden_size": "64"}, "hidden_size '64'"),
+    "a flag as a number": ({"num_hidden_layers": True}, "num_hidden_layers True"),
+    "negative": ({"vocab_size": -1}, "vocab_size -1"),
+    "tie is no flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings 1"),
+    "window of a Llama": ({"sliding_window": 32}, "sliding_window 32"),
+    "unknown architecture": ({"architectures": ["XForCausalLM"]}, "XForCausalLM"),
+    "two architectures": ({"architectures": ["A", "B"]}, "architectures"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_field_that_changes_the_numbers_is_refused_with_its_value(name: str) -> None:
+    changes, words = REFUSALS[name]
+    parse({})
+    with pytest.raises(UserError) as caught:
+        parse(changes)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_later_families_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} does not convert yet: it needs"):
+        parse({"architectures": [name]})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("scale_attn_weights", False),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("reorder_and_upcast_attn", True),
+        ("add_cross_attention", True),
+        ("activation_function", "silu"),
+    ],
+)
+def test_gpt2_variants_are_refused_with_their_value(field: str, value: Any) -> None:
+    parse({}, GPT2)
+    with pytest.raises(UserError, match=f"{field} {value!r} is not supported"):
+        parse({field: value}, GPT2)
+
+
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
+
+
+def test_a_window_as_long_as_the_positions_is_no_window() -> None:
+    parse({"sliding_window": 64}, MISTRAL)
+    parse({"sliding_window": None}, MISTRAL)
+    with pytest.raises(UserError, match="sliding_window 63 is smaller than the 64 positions"):
+        parse({"sliding_window": 63}, MISTRAL)
+
+
+def test_an_absent_window_is_what_the_family_assumes() -> None:
+    with pytest.raises(UserError, match="sliding_window 4096 is smaller"):
+        parse({"max_position_embeddings": 32768}, MISTRAL)
+
+
+def test_windows_of_qwen_count_only_where_they_are_used() -> None:
+    parse({"sliding_window": 32}, QWEN2)
+    parse({"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2}, QWEN2)
+    used = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
+    with pytest.raises(UserError, match="sliding_window 32"):
+        parse(used, QWEN2)
+    parse(used | {"layer_types": ["full_attention"] * 2}, QWEN2)
+
+
+def test_unknown_fields_are_told_unless_they_are_off() -> None:
+    found = parse({"logit_softcap": 30.0, "use_mrope": False, "something": None})
+    (note,) = found.notes
+    assert "logit_softcap 30.0" in note and "use_mrope" not in note and "something" not in note
+    assert parse({}).notes == ()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_configuration_that_was_written_reads_as_the_same_model(name: str) -> None:
+    base = GPT2 if name == "GPT2LMHeadModel" else LLAMA | {"sliding_window": None}
+    found = parse({"architectures": [name]}, base)
+    model = build_model(found.config, found.vocab_size)
+    family = choose_family(model, name, None)
+    assert family.architecture == name
+    again = parse_config(json.loads(json.dumps(build_config(family, model, "float32"))), "written")
+    assert build_model(again.config, again.vocab_size) == model
+    assert again.notes == () and again.dtype == "float32"
+
+
+def test_a_model_that_no_family_expresses_is_refused_with_every_reason() -> None:
+    from dataclasses import replace
+
+    config = replace(parse({}).config, squared_relu=True, swiglu=False)
+    with pytest.raises(UserError) as caught:
+        choose_family(build_model(config, 100), None, None)
+    assert all(name in str(caught.value) for name in FAMILIES)
+    with pytest.raises(UserError, match="GPT2LMHeadModel: position_embedding_type is 'rope'"):
+        choose_family(build_model(parse({}).config, 100), None, "GPT2LMHeadModel")
+
+
+def test_config_json_is_parsed_strictly(tmp_path: Path) -> None:
+    from megatron_lite.checkpoint.convert.hf_read import read_hf
+    from megatron_lite.errors import DamagedError
+
+    for text in ('{"a": 1, "a": 2}', '{"a": NaN}', "[]", "{"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(DamagedError, match=r"config\.json"):
+            read_hf(tmp_path)
