@@ -14,6 +14,7 @@ from megatron_lite.config.schema import flag_fields
 SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 NEED_MODEL = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 NEED_CHECKPOINT = ("finetune", "use_checkpoint_args", "use_mp_args_from_checkpoint_args")
+CREDENTIALS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/]*@|.*\?)")
 NUMBER = re.compile(r"[.0-9]+")
 
 
@@ -72,6 +73,13 @@ def blend_faults(f: Facts) -> list[str]:
         if fault:
             faults.append(f"--{name.replace('_', '-')} {' '.join(words)}: {fault}")
     return faults
+
+
+def urls_with_credentials(f: Facts) -> str:
+    """Name the checkpoint flags whose URL holds credentials, without their values."""
+    names = ("load", "pretrained_checkpoint", "save")
+    flags = [name for name in names if CREDENTIALS.match(getattr(f.config, name) or "")]
+    return ", ".join(f"--{name.replace('_', '-')}" for name in flags)
 
 
 def split_fault(f: Facts) -> str:
@@ -206,6 +214,14 @@ RUN_RULES: tuple[Rule, ...] = (
             f.config.mean_time_between_failures is not None and f.config.save_interval != "auto"
         ),
         lambda f: "--mean-time-between-failures needs --save-interval auto",
+    ),
+    Rule(
+        "url-credentials",
+        lambda f: bool(urls_with_credentials(f)),
+        lambda f: (
+            f"{urls_with_credentials(f)}: credentials in a URL would be written into checkpoints "
+            "and logs: give PROTOCOL://BUCKET/FOLDER, and them in the environment"
+        ),
     ),
     needs_rule("keep-needs-save", "keep_last", "save"),
     needs_rule("overwrite-needs-save", "overwrite_save", "save"),

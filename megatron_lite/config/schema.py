@@ -446,6 +446,12 @@ class CheckpointConfig:
         None, "Keep this many newest verified checkpoints; unset: all.", unit="checkpoints"
     )
     overwrite_save: bool = flag(False, "Allow --save to hold another run's checkpoints.")
+    ckpt_staging_dir: str | None = flag(
+        None, "Directory on each node for checkpoints of URLs; unset: the system's temporary one."
+    )
+    ckpt_allow_unsafe_publish: bool = flag(
+        False, "Save to a store without create-if-absent: no other job may ever save there."
+    )
     load: str | None = flag(None, "Directory to resume from.")
     pretrained_checkpoint: str | None = flag(
         None, "Directory to take weights from, at step 0, where --load holds no checkpoint."

@@ -167,6 +167,8 @@ CASES = [
     ("save", "--save out", "save-needs-interval"),
     ("retain", "--save out --save-interval 10 --save-retain-interval 15", "retain-multiple"),
     ("keep", "--keep-last 2", "keep-needs-save"),
+    ("url-key", "--load s3://KEY:SECRET@bucket/run", "url-credentials"),
+    ("url-token", "--save gs://b/run?token=SECRET --save-interval 5", "url-credentials"),
     ("ckpt-step", "--ckpt-step 5", "step-needs-load"),
     ("missing", "--load x --exit-on-missing-checkpoint --allow-missing-checkpoint",
      "missing-checkpoint"),
