@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.checkpoint.arguments import complete_config
 from megatron_lite.config.flags import parse_config
 from megatron_lite.config.rules import check_config
 from megatron_lite.mesh.launch import RunStatus, WorldInfo
@@ -52,7 +53,7 @@ def build_and(
 ) -> Any:
     """Build the run of one rank and hand it to `use`."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share a few cores
-    config = parse_config(list(argv), {})
+    config = complete_config(parse_config(list(argv), {}), argv, world_size)
     check_config(config, world_size)
     info = WorldInfo(rank, world_size, rank, world_size, "", "test")
     status = RunStatus()
