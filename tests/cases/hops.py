@@ -16,6 +16,7 @@ from megatron_lite.train.parts import Parts
 from megatron_lite.train.saving import save_run
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.step import TrainStep
+from megatron_lite.verify.session import Layout
 from tests.cases.layouts import LAYOUTS
 from tests.pool import RankPool, fork_ranks
 from tests.train.program import LLAMA, RUN, build_and, train_rank
@@ -50,11 +51,12 @@ def hop(argv: Sequence[str], rank: int, world_size: int) -> tuple[float, float]:
 
 
 def hop_in_pool(
-    pool: RankPool, source: Path, target: Path, layout: str, *more: str
+    pool: RankPool, source: Path, target: Path, layout: str | Layout, *more: str
 ) -> tuple[float, float]:
     """`hop` on ranks of the pool; every rank must report the same."""
-    argv = [*ARGV, *LAYOUTS[layout].flags, *more, "--load", str(source), "--save", str(target)]
-    figures = pool.run(LAYOUTS[layout].ranks, hop, argv=argv)
+    there = LAYOUTS[layout] if isinstance(layout, str) else layout
+    argv = [*ARGV, *there.flags, *more, "--load", str(source), "--save", str(target)]
+    figures = pool.run(there.ranks, hop, argv=argv)
     assert len(set(figures)) == 1
     first: tuple[float, float] = figures[0]
     return first
