@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.attempt import SnapshotPiece
-from megatron_lite.checkpoint.tensors import StateEntry, cut_entries, snapshot_piece, tensor_over
+from megatron_lite.checkpoint.tensors import (
+    StateEntry,
+    snapshot_piece,
+    tensor_over,
+    written_entries,
+)
 from megatron_lite.errors import UserError
 
 ALIGNMENT = 64
@@ -35,7 +40,7 @@ class SnapshotBuffer:
     """
 
     def __init__(self, entries: Sequence[StateEntry]):
-        cut = cut_entries(entries)
+        cut = written_entries(entries)
         self.begins: list[int] = []
         position = 0
         for entry in cut:
@@ -72,7 +77,7 @@ class SnapshotBuffer:
 
         CUDA tensors are copied on the current stream, so behind the step that made them.
         """
-        cut = cut_entries(entries)
+        cut = written_entries(entries)
         if len(cut) != len(self._copies):
             raise ValueError(f"{len(cut)} pieces, the snapshot was made for {len(self._copies)}")
         on_device = False

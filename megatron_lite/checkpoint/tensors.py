@@ -64,7 +64,7 @@ class StateEntry:
 
 def take_snapshot(entries: Iterable[StateEntry]) -> tuple[SnapshotPiece, ...]:
     """Fix what this rank writes of its entries; their tensors are read when they are written."""
-    return tuple(map(snapshot_piece, cut_entries(entries)))
+    return tuple(map(snapshot_piece, written_entries(entries)))
 
 
 def snapshot_piece(entry: StateEntry) -> SnapshotPiece:
@@ -74,7 +74,7 @@ def snapshot_piece(entry: StateEntry) -> SnapshotPiece:
     return SnapshotPiece(entry.name, entry.logical_shape, entry.offset, item)
 
 
-def cut_entries(entries: Iterable[StateEntry]) -> list[StateEntry]:
+def written_entries(entries: Iterable[StateEntry]) -> list[StateEntry]:
     """Return what this rank writes: its own entries, and its part of shared ones.
 
     A piece that several ranks hold is cut along dim 0, a range of rows for each. Small
