@@ -57,9 +57,7 @@ def axis_sizes(layout: Layout) -> dict[str, int]:
     return sizes
 
 
-def with_axes(
-    axes: Collection[str], layouts: Mapping[str, Layout] = LAYOUTS
-) -> tuple[str, ...]:
+def with_axes(axes: Collection[str], layouts: Mapping[str, Layout] = LAYOUTS) -> tuple[str, ...]:
     """Layouts of the table that cut over all of these axes; none before an axis exists."""
     return tuple(
         name

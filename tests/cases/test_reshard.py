@@ -139,9 +139,7 @@ def test_c028_optimizer_state_beyond_the_first_bucket_survives(
                 before.read(name, (old.shape[0], *(0 for _ in old.shape[1:])), old.shape)
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), list(product(with_axes({"pp"}), with_axes({"ep"})))
-)
+@pytest.mark.parametrize(("source", "target"), list(product(with_axes({"pp"}), with_axes({"ep"}))))
 def test_c029_a_pipeline_checkpoint_becomes_an_expert_parallel_one(
     rank_pool: RankPool, tmp_path: Path, source: str, target: str
 ) -> None:

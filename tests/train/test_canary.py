@@ -67,9 +67,7 @@ def test_without_canary_one_line_says_so_and_without_the_flag_none_is_made(
 
 def test_other_data_is_told_and_not_compared(rank_pool: RankPool, tmp_path: Path) -> None:
     save(rank_pool, tmp_path, "1", *FLAG)
-    line = told(
-        rank_pool, tmp_path, "1", *FLAG, "--seed", "5", "--allow-resume-change", "seed"
-    )
+    line = told(rank_pool, tmp_path, "1", *FLAG, "--seed", "5", "--allow-resume-change", "seed")
     assert line == "canary: not replayed, this run's data differs from the checkpoint's"
 
 
