@@ -77,6 +77,15 @@ def read_pointer(root: Path, step: int) -> Pointer:
     return pointer
 
 
+def suspect_path(directory: Path) -> Path:
+    """Return the mark of an attempt that a load has found damaged; beside it, as its lock is.
+
+    It convicts nobody: the next load looks for itself. But retention, which reads no
+    tensors, neither counts such a checkpoint as a good one nor deletes it.
+    """
+    return directory.with_name(f"{directory.name}.suspect")
+
+
 def open_published(root: Path, step: int, verify: str, mirror: Mirror | None = None) -> Found:
     """Verify one published step.
 
@@ -188,6 +197,7 @@ def _choose(
         except DamagedError as error:
             passed_over.append(PassedOver(candidate, str(error)))
             continue
+        passed_over += _unpublished(root, candidate, steps)
         return replace(found, passed_over=tuple(passed_over))
     told = "".join(f"\n  step {item.step}: {item.reason}" for item in passed_over)
     raise DamagedError(f"{root}: no published checkpoint verifies:{told}")
@@ -237,6 +247,17 @@ def _verified(
     if verify == "full":
         check_data(directory, manifest, already_here if mirror is None else mirror.fetch)
     return manifest, sha256
+
+
+def _unpublished(root: Path, step: int, published: Collection[int]) -> list[PassedOver]:
+    """Newer attempts that were finalized but have no pointer: told, because one may be lost."""
+    told = []
+    for manifest in sorted((root / "attempts").glob(f"*/{MANIFEST_FILE}")):
+        match = ATTEMPT_PATTERN.fullmatch(manifest.parent.name)
+        if match and int(match[1]) > step and int(match[1]) not in published:
+            reason = f"{manifest.parent}: was finalized but not published, or its pointer is gone"
+            told.append(PassedOver(int(match[1]), reason))
+    return told
 
 
 def _why_nothing(root: Path) -> str:

@@ -6,12 +6,14 @@ that checkpoint up together and go to the next older one.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megatron_lite.checkpoint.catalog import Found, PassedOver, find_checkpoint
+from megatron_lite.checkpoint.catalog import Found, PassedOver, find_checkpoint, suspect_path
+from megatron_lite.checkpoint.files import FileSystem
 from megatron_lite.checkpoint.reader import Checkpoint
 from megatron_lite.checkpoint.remote import Mirror, open_mirror
 from megatron_lite.checkpoint.stores import is_url, local_path
@@ -70,6 +72,8 @@ def load_newest(
             every_rank(partial(_load_told, told, load, results, mirror), group, place)
         except DamagedError as error:
             excluded.append(PassedOver(told["step"], str(error)))
+            if mirror is None and group.rank == 0:
+                _mark_suspect(Path(told["directory"]), str(error))
             continue
         return results[0]
 
@@ -85,6 +89,14 @@ def _choose(
         "sha256": found.manifest_sha256,
         "passed_over": [[item.step, item.reason] for item in found.passed_over],
     }
+
+
+def _mark_suspect(directory: Path, reason: str) -> None:
+    """Leave a mark for retention and the next load; a place that cannot be written has none."""
+    path = suspect_path(directory)
+    with suppress(OSError):
+        if directory.parent.name == "attempts" and not path.exists():
+            FileSystem().write_file(path, f"{reason}\n".encode())
 
 
 def _load_told(

@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.catalog import (
     open_published,
     published_steps,
     read_pointer,
+    suspect_path,
 )
 from megatron_lite.checkpoint.commit import remove_view
 from megatron_lite.checkpoint.files import FileSystem
@@ -84,7 +85,9 @@ def retire_checkpoints(
         try:
             # Its bytes were hashed while they were written: reading them all again at
             # each save would cost as much as the save.
-            open_published(root, step, "structure")
+            found = open_published(root, step, "structure")
+            if suspect_path(found.directory).exists():
+                raise DamagedError(f"{found.directory}: a load has found it damaged")
         except DamagedError as error:
             damaged.append(PassedOver(step, str(error)))
             continue
