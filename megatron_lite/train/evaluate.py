@@ -8,15 +8,20 @@ reduced once per evaluation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from megatron_lite.config.plan import Plan
+from megatron_lite.config.schema import Config
 from megatron_lite.data.build import TrainableDataset
 from megatron_lite.data.loader import iterate_microbatches
 from megatron_lite.mesh.collectives import all_reduce
+from megatron_lite.mesh.groups import Groups
 from megatron_lite.microbatch import MicrobatchContext
-from megatron_lite.train.microbatches import Microbatch, to_device
-from megatron_lite.train.parts import Parts
+from megatron_lite.model.gpt import GPTStage
+from megatron_lite.train.microbatches import Microbatch, Placement, to_device
 
 LM = "lm"
 
@@ -29,8 +34,27 @@ class Evaluation:
     valid_tokens: int
 
 
+class Evaluated(Placement, Protocol):
+    """What an evaluation needs of a run: a whole one, or a model alone."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def groups(self) -> Groups: ...
+    @property
+    def stage(self) -> GPTStage: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def full_positions(self) -> Tensor: ...
+    @property
+    def native(self) -> bool: ...
+
+
 def evaluate(
-    parts: Parts, dataset: TrainableDataset, consumed_samples: int, iteration: int
+    parts: Evaluated, dataset: TrainableDataset, consumed_samples: int, iteration: int
 ) -> Evaluation:
     """Evaluate `eval_iters` global batches.
 
@@ -70,7 +94,7 @@ def evaluate(
 
 
 def _context(
-    parts: Parts, microbatch: Microbatch, number: int, iteration: int
+    parts: Evaluated, microbatch: Microbatch, number: int, iteration: int
 ) -> MicrobatchContext:
     return MicrobatchContext(
         step=iteration,
