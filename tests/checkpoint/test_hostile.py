@@ -2,8 +2,12 @@
 
 import ast
 import hashlib
+import io
 import json
 import os
+import pickle
+import shutil
+import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +20,19 @@ import megatron_lite.checkpoint
 from megatron_lite.checkpoint import (
     StateEntry,
     find_checkpoint,
+    load_newest,
     open_checkpoint,
     read_safetensors,
     save_checkpoint,
 )
+from megatron_lite.checkpoint.commit import publish
+from megatron_lite.checkpoint.files import FileSystem
 from megatron_lite.checkpoint.manifest import is_legal_name
 from megatron_lite.checkpoint.strict_json import encode_json, parse_json
+from megatron_lite.checkpoint.verify import load_manifest
 from megatron_lite.errors import DamagedError, UserError
 from megatron_lite.mesh.groups import local_group
-from tests.checkpoint.tiny import save_tiny
+from tests.checkpoint.tiny import NONCE, save_cut, save_tiny
 
 HOSTILE_JSON = {
     "nan": b'{"a": NaN}',
@@ -45,7 +53,7 @@ HOSTILE_JSON = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE_JSON)
-def test_hostile_json_is_refused(kind: str) -> None:
+def test_row_52d_hostile_json_is_refused(kind: str) -> None:
     with pytest.raises(DamagedError, match=r"^some\.json: "):
         parse_json(HOSTILE_JSON[kind], "some.json", 1000 if kind == "huge" else 10**6)
 
@@ -57,7 +65,9 @@ def test_good_json_comes_back() -> None:
 
 @pytest.mark.parametrize("file", ["published/1.json", "manifest.json", "rank00000.receipt.json"])
 @pytest.mark.parametrize("kind", HOSTILE_JSON)
-def test_hostile_json_in_a_checkpoint_is_one_message(tmp_path: Path, file: str, kind: str) -> None:
+def test_row_52d_hostile_json_in_a_checkpoint_is_one_message(
+    tmp_path: Path, file: str, kind: str
+) -> None:
     directory = save_tiny(tmp_path, 1).directory
     path = tmp_path / file if file.startswith("published") else directory / file
     path.write_bytes(HOSTILE_JSON[kind])
@@ -129,7 +139,7 @@ def test_a_manifest_with_fitting_hashes_but_bad_content_is_refused(
 @pytest.mark.parametrize(
     "attempt", ["../../../etc", "/etc", "1-0-0123456789abcdef/..", "", "1-0-0123456789ABCDEF"]
 )
-def test_a_pointer_cannot_lead_out_of_the_directory(tmp_path: Path, attempt: str) -> None:
+def test_row_52c_a_pointer_cannot_lead_out_of_the_directory(tmp_path: Path, attempt: str) -> None:
     save_tiny(tmp_path, 1)
     path = tmp_path / "published" / "1.json"
     path.write_bytes(encode_json({**json.loads(path.read_bytes()), "attempt": attempt}))
@@ -140,7 +150,7 @@ def test_a_pointer_cannot_lead_out_of_the_directory(tmp_path: Path, attempt: str
 @pytest.mark.parametrize(
     "text", ["attempts/../../x", "/etc", "attempts/1-0-0123456789abcdef/../.."]
 )
-def test_a_view_cannot_lead_out_of_the_directory(tmp_path: Path, text: str) -> None:
+def test_row_52c_a_view_cannot_lead_out_of_the_directory(tmp_path: Path, text: str) -> None:
     view = tmp_path / "iter_0000001"
     view.mkdir()
     (view / "attempt.txt").write_text(text)
@@ -151,7 +161,9 @@ def test_a_view_cannot_lead_out_of_the_directory(tmp_path: Path, text: str) -> N
 @pytest.mark.parametrize(
     "file", ["manifest.json", "rank00000.receipt.json", "rank00000.safetensors", "pointer", "."]
 )
-def test_symbolic_links_inside_a_checkpoint_are_not_followed(tmp_path: Path, file: str) -> None:
+def test_row_52c_symbolic_links_inside_a_checkpoint_are_not_followed(
+    tmp_path: Path, file: str
+) -> None:
     root = tmp_path / "save"
     directory = save_tiny(root, 1).directory
     path = root / "published" / "1.json" if file == "pointer" else directory / file
@@ -258,17 +270,140 @@ def test_a_name_that_leads_nowhere_is_told(tmp_path: Path, name: str) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_the_package_never_unpickles() -> None:
-    """No import of pickle, no torch.load or torch.save: checkpoints are data, never code."""
+class Bomb:
+    """Unpickling this makes a file."""
+
+    def __init__(self, mark: Path):
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._mark),)
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch.save"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("manifest.json", "rank00000.receipt.json", "rank00000.safetensors", ".metadata"),
+        *(
+            "rank00000.safetensors.index.json",
+            "common.pt",
+            "__0_0.distcp",
+            "../../published/1.json",
+        ),
+    ],
+)
+def test_row_52ab_a_pickle_in_a_checkpoint_is_never_executed(
+    tmp_path: Path, file: str, form: str
+) -> None:
+    """In place of any of our files, and beside them under the names other programs load."""
+    root, mark = tmp_path / "save", tmp_path / "exploded"
+    directory = save_tiny(root, 1).directory
+    stream = io.BytesIO()
+    (pickle.dump if form == "pickle" else torch.save)({"a": Bomb(mark)}, stream)
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "armed")))
+    assert (tmp_path / "armed").exists()
+    existed = (directory / file).exists()
+    (directory / file).write_bytes(stream.getvalue())
+    if existed:
+        with pytest.raises(DamagedError):
+            open_checkpoint(root)
+    else:
+        assert open_checkpoint(root).read("optim/step") == 1
+    assert not mark.exists()
+
+
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+}
+FORBIDDEN_CALLS = {
+    *(("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load"), ("yaml", "load")),
+    *(("dist", "all_gather_object"), ("dist", "broadcast_object_list"), ("dist", "gather_object")),
+}
+
+
+def faults_of(source: str) -> list[str]:
+    """What in a module can execute what it reads."""
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
+            faults += [name for name in names if name.split(".")[0] in FORBIDDEN_MODULES]
+        if isinstance(node, ast.Attribute):
+            faults += ["allow_pickle"] if node.attr == "allow_pickle" else []
+            if isinstance(node.value, ast.Name) and (node.value.id, node.attr) in FORBIDDEN_CALLS:
+                faults.append(f"{node.value.id}.{node.attr}")
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            faults.append("allow_pickle")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            faults += [node.func.id] if node.func.id in {"eval", "exec", "__import__"} else []
+    return faults
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("import pickle", "from pickle import loads", "import torch\ntorch.load('x')"),
+        *("import torch\nload = torch.load", "np.load('x')", "f(allow_pickle=True)", "eval('1')"),
+    ],
+)
+def test_the_gate_of_the_next_test_sees_what_it_is_for(source: str) -> None:
+    assert faults_of(source)
+
+
+def test_row_52ab_the_package_never_unpickles() -> None:
+    """Checkpoints are data, never code: nothing in the package outside of convert/ can."""
     package = Path(str(megatron_lite.checkpoint.__file__)).parent
     sources = [path for path in package.rglob("*.py") if "convert" not in path.parts]
-    assert len(sources) > 10
-    for path in sources:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
-                assert not {"pickle", "marshal", "shelve", "dill"} & set(names), path
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                dotted = (node.value.id, node.attr)
-                assert dotted not in {("torch", "load"), ("torch", "save")}, path
-                assert node.attr != "allow_pickle", path
+    assert len(sources) > 20
+    assert {
+        path.name: faults_of(path.read_text()) for path in sources if faults_of(path.read_text())
+    } == {}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_row_52e_nothing_that_is_written_is_readable_by_all(tmp_path: Path, umask: int) -> None:
+    """Saves, views, marks of damage, retention: every file and directory."""
+    root = tmp_path / "save"
+    before = os.umask(umask)
+    try:
+        for step in (1, 2):
+            shard = save_tiny(root, step, keep_last=3).directory / "rank00000.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\x99")
+        load_newest(root, local_group("world"), lambda c: [c.read(name) for name in c.names][:0])
+    finally:
+        os.umask(before)
+    assert list(root.rglob("*.suspect"))
+    for path in [root, *root.rglob("*")]:
+        if not path.is_symlink():
+            mode, most = stat.S_IMODE(path.stat().st_mode), 0o750 if path.is_dir() else 0o640
+            assert mode & ~most == 0, (path, oct(mode))
+
+
+def test_row_52g_a_rank_cannot_publish_what_is_published(tmp_path: Path) -> None:
+    """Not by the ordinary way, not over a pointer, not with an old attempt as a later step."""
+    files = FileSystem()
+    right = save_cut(tmp_path, 1, 2)
+    manifest, sha256 = load_manifest(right)
+    pointer = tmp_path / "published" / "1.json"
+    before = pointer.read_bytes()
+    with pytest.raises(UserError, match="already published"):
+        publish(tmp_path, manifest, sha256[::-1], files, replace=False)
+    with pytest.raises(FileExistsError):
+        files.write_file(pointer, b"{}")
+    assert pointer.read_bytes() == before
+    other = tmp_path / "attempts" / f"2-0-{NONCE}"
+    shutil.copytree(right, other)  # a stale attempt passed off as a later step
+    pointer.with_name("2.json").write_bytes(
+        before.replace(b'"step":1', b'"step":2').replace(b'"1-0-', b'"2-0-')
+    )
+    found = find_checkpoint(tmp_path)
+    assert (found.step, [item.step for item in found.passed_over]) == (1, [2])
+    assert "belongs to attempt 1-0-" in found.passed_over[0].reason
