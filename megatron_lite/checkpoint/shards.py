@@ -123,6 +123,7 @@ def write_shard(
                 file.write(chunk)
             hashes[item.key] = digest.hexdigest()
             size += data.nbytes
+            data = chunk = memoryview(b"")  # one piece is let go before the next is loaded
         file.sync()
     finally:
         file.close()

@@ -77,6 +77,7 @@ def check_written(written: Mapping[str, str], target: Bundle) -> str:
         digest.update(data)
         if written.get(name) != hashlib.sha256(data).hexdigest():
             wrong.append(name)
+        del data  # before the next tensor is read
     if wrong:
         told = ", ".join(wrong[:5])
         raise DamagedError(f"{target.source}: {len(wrong)} tensors were not written right: {told}")
