@@ -129,7 +129,7 @@ def compare_state(
         saved_state, current_state = {"facts": known}, {"facts": facts}
     logged: list[Change] = []
     refused: list[str] = []
-    for change in _differences(saved_state, current_state):
+    for change in state_differences(saved_state, current_state):
         action = next(r.action for r in RULES if fnmatchcase(change.path, r.pattern))
         field = change.path.split(".")[1] if "." in change.path else change.path
         if weights_only and action.startswith("refuse"):
@@ -179,19 +179,20 @@ def resume_contract(changes: Collection[Change]) -> str:
 def schedule_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Change]:
     """Return how the schedules in force differ from the checkpoint's, progress left out."""
     before, now = ({k: v for k, v in s.items() if k != "num_steps"} for s in (saved, current))
-    return _differences(before, plain_json(now), "schedule")
+    return state_differences(before, plain_json(now), "schedule")
 
 
-def _differences(saved: Any, current: Any, path: str = "") -> list[Change]:
+def state_differences(saved: Any, current: Any, path: str = "") -> list[Change]:
+    """Return every path at which two JSON values differ, whether it matters or not."""
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         found = []
         for key in sorted(saved.keys() | current.keys()):
             inner = f"{path}.{key}" if path else key
-            found += _differences(saved.get(key, ABSENT), current.get(key, ABSENT), inner)
+            found += state_differences(saved.get(key, ABSENT), current.get(key, ABSENT), inner)
         return found
     if _are_records(saved) and _are_records(current) and len(saved) == len(current):
         pairs = enumerate(zip(saved, current, strict=True))
-        return [c for i, (a, b) in pairs for c in _differences(a, b, f"{path}.{i}")]
+        return [c for i, (a, b) in pairs for c in state_differences(a, b, f"{path}.{i}")]
     same = saved == current and type(saved) is type(current)
     return [] if same else [Change(path, saved, current)]
 
