@@ -21,17 +21,8 @@ from tests.train.program import LLAMA, RUN
 MODEL = [*LLAMA, "--rotary-base", "5000", "--qk-layernorm"]
 SAVED = [*MODEL, *RUN, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
 # What a resume has to give itself.
-BARE = [
-    "--micro-batch-size",
-    "1",
-    "--train-iters",
-    "10",
-    "--lr",
-    "1e-2",
-    "--mock-data",
-    "--device",
-    "cpu",
-]
+BARE_WORDS = "--micro-batch-size 1 --train-iters 10 --lr 1e-2 --mock-data --device cpu"
+BARE = BARE_WORDS.split()
 
 
 @pytest.fixture
@@ -98,7 +89,7 @@ def test_all_contradictions_are_told_at_once(directory: Path) -> None:
 
 def test_a_configuration_file_counts_as_the_users_word(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("hidden_size: 64\n")
-    with pytest.raises(UserError, match="hidden_size: 64.*: the checkpoint has 32"):
+    with pytest.raises(UserError, match=r"hidden_size: 64.*: the checkpoint has 32"):
         complete(directory, "--use-checkpoint-args", "--config-file", str(tmp_path / "c.yaml"))
 
 

@@ -73,6 +73,9 @@ FREE = (
 )
 
 
+OPTIMIZER = "buffers rule masters state squared_norm _native _step _updates _groups"
+
+
 def test_every_flag_has_its_treatment_on_resume() -> None:
     lists = [
         [field.name for group in (ModelConfig, MoEConfig) for field in flag_fields(group)],
@@ -148,19 +151,7 @@ def test_everything_the_optimizer_and_the_schedules_remember_is_saved(
     rank_pool: RankPool, extra: list[str]
 ) -> None:
     (found,) = rank_pool.run(1, examine, argv=[*LLAMA, *RUN, *extra])
-    assert found["attributes"] == sorted(
-        [
-            "buffers",
-            "rule",
-            "masters",
-            "state",
-            "squared_norm",
-            "_native",
-            "_step",
-            "_updates",
-            "_groups",
-        ]
-    )
+    assert found["attributes"] == sorted(OPTIMIZER.split())
     assert found["lost"] == ["._step"]  # the count of updates, a counter
     assert found["schedule"] == ["num_steps", "settings"]
     assert set(found["rates"]) == {*_FLAGS, "num_steps"}

@@ -36,6 +36,8 @@ RUN_WORDS = (
 CACHE = tempfile.mkdtemp(prefix="index-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 LLAMA, RUN = LLAMA_WORDS.split(), [*RUN_WORDS.split(), "--data-cache-path", CACHE]
+# RUN without its data, for tests that bring files of their own.
+OWN_DATA = [word for word in RUN if word not in ("--mock-data", "--split", "90,10,0")]
 LAYOUTS = {
     "1": (1, ()),
     "dp2": (2, ()),

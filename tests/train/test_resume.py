@@ -26,37 +26,6 @@ def assert_same_tensors(first: Checkpoint, second: Checkpoint) -> None:
         assert torch.equal(first.read(name), second.read(name)), name
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision"),
-    [*((layout, "fp32") for layout in LAYOUTS), ("1", "bf16"), ("dp2", "bf16")],
-)
-def test_five_plus_five_steps_equal_ten_bitwise(
-    rank_pool: RankPool, tmp_path: Path, layout: str, precision: str
-) -> None:
-    size, flags = LAYOUTS[layout]
-    extra = ["--bf16"] if precision == "bf16" else []
-    common = [*LLAMA, *RUN, *flags, *extra, "--eval-interval", "2", "--save-interval", "100"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-
-    def run(save: Path, metrics: str, *more: str) -> None:
-        argv = [*common, "--save", str(save), "--load", str(save), *more]
-        argv += ["--metrics-jsonl", str(tmp_path / metrics)]
-        assert rank_pool.run(size, train_rank, argv=argv) == [0] * size
-
-    run(whole, "whole.jsonl")
-    run(parts, "first.jsonl", "--exit-interval", "5")
-    run(parts, "second.jsonl")
-    second = numbers(tmp_path / "second.jsonl")
-    expected = [row for row in numbers(tmp_path / "whole.jsonl") if row["iteration"] > 5]
-    assert [row["iteration"] for row in second] == [6, 7, 8, 9, 10, 6, 8, 10]
-    assert second == expected
-    assert_same_tensors(open_checkpoint(whole), open_checkpoint(parts))
-    if precision == "bf16":
-        masters = [name for name in open_checkpoint(parts).names if "/master/" in name]
-        assert masters
-        assert all(open_checkpoint(parts).dtype(name) == torch.float32 for name in masters)
-
-
 def test_learning_rates_of_an_interrupted_cosine_are_the_known_ones(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
