@@ -34,7 +34,8 @@ from megatron_lite.checkpoint.convert.megatron_source import (
     locate,
     unpickle,
 )
-from megatron_lite.checkpoint.convert.megatron_write import write_megatron
+from megatron_lite.checkpoint.convert.megatron_write import TOKENIZER_DIRECTORY, write_megatron
+from megatron_lite.checkpoint.convert.tokenizer_files import find_assets
 from megatron_lite.checkpoint.convert.transform import with_precision
 from megatron_lite.checkpoint.direct import LogicalTensor
 from megatron_lite.checkpoint.shards import ShardTensor
@@ -129,11 +130,13 @@ def _bundle(
     padded = sum(piece.tensor.shape[0] for piece in pieces)
     vocab_size = true_vocabulary(first.args, asked, padded, source)
     config = with_precision(config, pieces[0].tensor.dtype)
+    assets = located.directory / TOKENIZER_DIRECTORY
     bundle = Bundle(
         config=config,
         vocab_size=vocab_size,
         tensors={},
         source=f"megatron {located.kind} ({located.directory.name}, TP {tp}, PP {pp})",
+        assets=find_assets(assets) if assets.is_dir() else {},
         notes=notes,
     )
     bundle = replace(bundle, tensors=_logical(bundle, stored, padded, source))

@@ -84,6 +84,9 @@ def config_from(args: Mapping[str, Any], source: str) -> tuple[Config, tuple[str
         if found:
             values[name] = _typed(name, found[0], source)
     values.setdefault("seq_length", values["max_position_embeddings"])
+    if values.get("position_embedding_type", "learned_absolute") != "learned_absolute":
+        # --no-position-embedding beside it only says that there is no learned table.
+        values.pop("add_position_embedding", None)
     notes: list[str] = []
     if _has_fused_gelu(args):
         # The kernel that adds the bias computes the tanh form, whatever the flag says.

@@ -23,6 +23,7 @@ from megatron_lite.checkpoint.convert.bundle import Bundle, check_bundle, logica
 from megatron_lite.checkpoint.convert.megatron_args import args_for
 from megatron_lite.checkpoint.convert.megatron_names import LAYER, fused_name
 from megatron_lite.checkpoint.convert.megatron_source import rank_file
+from megatron_lite.checkpoint.convert.tokenizer_files import asset_bytes
 from megatron_lite.checkpoint.files import FILE_MODE, FileSystem, storage_error
 from megatron_lite.checkpoint.tensors import TORCH_DTYPES
 from megatron_lite.config.plan import ModelShape
@@ -31,6 +32,7 @@ from megatron_lite.spec.params import ParamSpec
 
 CHECKPOINT_VERSION = 3.0
 RELEASE = "release"
+TOKENIZER_DIRECTORY = "tokenizer"
 TARGET_TP = "--target-tensor-parallel-size"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 TE_NORMS = (
@@ -68,6 +70,7 @@ def write_megatron(
             for p in range(pp)
             for t in range(tp)
         )
+        _write_assets(bundle, building / TOKENIZER_DIRECTORY, files)
         if target.exists():
             old = root / f".old-{secrets.token_hex(8)}"
             files.rename(target, old)
@@ -84,6 +87,14 @@ def write_megatron(
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return written
+
+
+def _write_assets(bundle: Bundle, folder: Path, files: FileSystem) -> None:
+    """Let the tokenizer go along; Megatron-LM itself does not look there."""
+    if bundle.assets:
+        files.make_directory(folder)
+        for name, asset in bundle.assets.items():
+            files.write_file(folder / name, asset_bytes(asset))
 
 
 def _check_layout(model: ModelShape, tp: int, pp: int) -> None:
