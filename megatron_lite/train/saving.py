@@ -147,11 +147,13 @@ class Saver:
         self._land(parts)
         waited_s = time.monotonic() - begun
         self._last_step = state.iteration
+        self.schedule.begin()
         parts.telemetry.say(format_saving(state.iteration, self._config.save, "megatron_lite"))
         try:
             self._begin(parts, state, begun, waited_s)
         except UserError as error:
             self._abandon()
+            self.schedule.take(state.iteration, None)
             self._note_failure(parts, state.iteration, error)
             return
         assert self._flight is not None
