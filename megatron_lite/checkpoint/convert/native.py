@@ -180,7 +180,8 @@ def _state_config(bundle: Bundle, folder: Path) -> Config:
     model = bundle.assets.get(SENTENCEPIECE_FILE)
     if isinstance(model, Path) and len(read_sentencepiece(model).pieces) == bundle.vocab_size:
         place = str(folder / SENTENCEPIECE_FILE)
-        return replace(config, tokenizer_type="Llama2Tokenizer", tokenizer_model=place)
+        # Without a leading BOS, which a command can still ask for by another tokenizer type.
+        return replace(config, tokenizer_type=SENTENCEPIECE_NAMES[0], tokenizer_model=place)
     return replace(config, tokenizer_type="NullTokenizer", vocab_size=bundle.vocab_size)
 
 

@@ -1,21 +1,32 @@
 """The converter's command line: what it takes, tells, refuses, and leaves behind."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_lite.checkpoint.convert.bundle import Bundle, logical_specs
+from megatron_lite.checkpoint.convert.hf_write import write_hf
 from megatron_lite.checkpoint.convert.native import read_native
 from megatron_lite.checkpoint.direct import LogicalTensor, write_directly
 from megatron_lite.checkpoint.reader import open_checkpoint
 from megatron_lite.checkpoint.state import converted_state
 from megatron_lite.checkpoint.strict_json import plain_json
 from megatron_lite.config.resolve import resolved_values
-from tests.checkpoint.convert.peers import build_peer, differing, save_peer, weight_files
+from tests.checkpoint.convert.peers import (
+    VOCABULARY,
+    build_peer,
+    differing,
+    save_peer,
+    weight_files,
+)
 from tests.checkpoint.convert.test_hf_cases import LLAMA, random_bundle
 from tests.checkpoint.tiny import same_bits
+from tests.pool import REPOSITORY
 from tools.convert_checkpoint import main, parse_size
 from tools.generate import main as generate
 from tools.inspect_checkpoint import main as inspect
@@ -64,6 +75,9 @@ def test_megatron_words_are_understood(places: tuple[Path, Path, Path]) -> None:
         ("--from hf --loader mcore --to native", "--from hf and --loader mcore differ"),
         ("--from hf --to native --model-type BERT", "--model-type BERT is not supported"),
         ("--from hf --to native --max-shard-size 5XB", "--max-shard-size '5XB'"),
+        ("--from hf --to native --step 3", "--step has no meaning here"),
+        ("--from hf --to native --hf-architecture LlamaForCausalLM", "belongs to --to hf"),
+        ("--from hf --to native --target-tensor-parallel-size 2", "belongs to --to megatron"),
         ("--from hf --to native --tokenizer-dir nowhere", "holds no tokenizer files"),
     ],
 )
@@ -143,6 +157,32 @@ def test_norms_stored_minus_one_are_completed_or_refused(
     assert main(words("native", "hf", tmp_path / "single", tmp_path / "b")) == 0
     stored = bundle.tensors["decoder.final_layernorm.weight"].load()
     assert same_bits(weight_files(tmp_path / "b")["model.norm.weight"], stored + 1)
+
+
+def test_memory_is_that_of_the_largest_tensors_not_of_the_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "ffn_hidden_size": 8192, "num_layers": 2}
+    config = replace(LLAMA, **sizes)
+    largest = 512 * 8192 * 4
+    tensors = {
+        spec.name: LogicalTensor(
+            spec.name, "float32", spec.shape, lambda shape=spec.shape: torch.zeros(shape)
+        )
+        for spec in logical_specs(config, VOCABULARY)
+    }
+    write_hf(Bundle(config, VOCABULARY, tensors, "zeros"), tmp_path / "hf")
+    code = (
+        "import resource, sys\n"
+        "from tools.convert_checkpoint import main\n"
+        "import torch; torch.zeros(2**20).sum()\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak(); code = main(sys.argv[1:]); print(peak() - before); sys.exit(code)\n"
+    )
+    for source, target, load, save in (("hf", "native", "hf", "n"), ("native", "hf", "n", "out")):
+        line = words(source, target, tmp_path / load, tmp_path / save)
+        run = [sys.executable, "-c", code, *line]
+        done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+        # A mapping of the source and a copy; the model has six such tensors and more.
+        assert int(done.stdout.split()[-1]) < 3 * largest
 
 
 def test_an_architecture_can_be_asked_for(places: tuple[Path, Path, Path]) -> None:

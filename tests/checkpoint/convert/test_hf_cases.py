@@ -20,6 +20,7 @@ from megatron_lite.checkpoint.tensors import read_safetensors, write_safetensors
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import DamagedError
 from megatron_lite.mesh.launch import RunStatus
+from megatron_lite.train.loop import train
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.state import TrainState
 from tests.checkpoint.convert.peers import (
@@ -34,7 +35,7 @@ from tests.checkpoint.convert.peers import (
     weight_files,
 )
 from tests.pool import RankPool
-from tests.train.program import build_and, train_rank
+from tests.train.program import build_and
 from tools.convert_checkpoint import build_parser, main
 
 WEIGHTS = "model.safetensors"
@@ -120,15 +121,14 @@ def flags(load: Path, save: Path | None, tp: int, *more: str) -> list[str]:
     return [*words, *(["--save", str(save), "--save-interval", "1"] if save else []), *more]
 
 
-def padded_rows(parts: Parts, state: TrainState, status: RunStatus) -> list[int]:
-    """Rows of this rank's embedding and output layer."""
-    del state, status
+def train_and_look(parts: Parts, state: TrainState, status: RunStatus) -> list[int]:
+    """Exit code of the run, and the rows of this rank's embedding and output layer."""
     names = ("embedding.word_embeddings.weight", "output_layer.weight")
-    return [parts.stage.param(name).shape[0] for name in names]
+    return [train(parts, state, status), *(parts.stage.param(name).shape[0] for name in names)]
 
 
 def rows_rank(argv: list[str], rank: int, world_size: int) -> list[int]:
-    found: list[int] = build_and(padded_rows, argv, rank, world_size)
+    found: list[int] = build_and(train_and_look, argv, rank, world_size)
     return found
 
 
@@ -144,8 +144,8 @@ def test_c023_padding_is_derived_at_load_and_in_no_file(
         argv = flags(places[-1], save, tp, *divisor)
         if len(places) > 1:
             argv.append("--finetune")
-        assert rank_pool.run(tp, rows_rank, argv=argv) == [[total // tp] * 2] * tp
-        assert set(rank_pool.run(tp, train_rank, argv=argv)) == {0}
+        rows = total // tp
+        assert rank_pool.run(tp, rows_rank, argv=argv) == [[0, rows, rows]] * tp
         places.append(save)
         checkpoint = open_checkpoint(save)
         assert checkpoint.shape("embedding.word_embeddings.weight") == (VOCABULARY, 64)

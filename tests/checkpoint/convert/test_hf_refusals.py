@@ -163,6 +163,9 @@ def test_a_model_that_no_family_expresses_is_refused_with_every_reason() -> None
     with pytest.raises(UserError) as caught:
         choose_family(build_model(config, 100), None, None)
     assert all(name in str(caught.value) for name in FAMILIES)
+    partly = replace(parse({}).config, rotary_percent=0.5)
+    with pytest.raises(UserError, match="only 4 of 8 channels per head are rotated"):
+        choose_family(build_model(partly, 100), None, "LlamaForCausalLM")
     with pytest.raises(UserError, match="GPT2LMHeadModel: position_embedding_type is 'rope'"):
         choose_family(build_model(parse({}).config, 100), None, "GPT2LMHeadModel")
 

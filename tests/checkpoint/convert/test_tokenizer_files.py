@@ -17,6 +17,7 @@ from megatron_lite.errors import UserError
 from tests.checkpoint.convert.peers import save_peer, transformers
 from tests.checkpoint.convert.test_hf_cases import LLAMA, random_bundle
 from tools.convert_checkpoint import main
+from tools.generate import main as generate
 
 CARRIED = {
     "tokenizer.json": b'{"version": "1.0"}',
@@ -103,15 +104,18 @@ def test_a_model_trained_with_our_tokenizer_opens_whole(
 
 
 def test_a_sentencepiece_model_of_the_source_serves_the_converted_checkpoint(
-    tmp_path: Path, models: dict[str, Path]
+    tmp_path: Path, models: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, native = tmp_path / "hf", tmp_path / "native"
     save_peer(source, "llama", vocab_size=600)
     (source / "tokenizer.model").write_bytes(models["bpe"].read_bytes())
     write_native(read_hf(source), native)
     config = read_native(native).config
-    assert config.tokenizer_type == "Llama2Tokenizer"
+    assert config.tokenizer_type == "SentencePieceTokenizer"
     assert config.tokenizer_model == str(native / "tokenizer" / "tokenizer.model")
+    line = f"--load {native} --greedy --max-new-tokens 4 --device cpu --prompt import"
+    assert generate(line.split()) == 0
+    assert "import" in capsys.readouterr().out
 
 
 def test_a_directory_of_tokenizer_files_can_be_named(
