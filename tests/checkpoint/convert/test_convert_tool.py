@@ -180,7 +180,8 @@ def test_memory_is_that_of_the_largest_tensors_not_of_the_model(tmp_path: Path) 
     for source, target, load, save in (("hf", "native", "hf", "n"), ("native", "hf", "n", "out")):
         line = words(source, target, tmp_path / load, tmp_path / save)
         run = [sys.executable, "-c", code, *line]
-        done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+        done = subprocess.run(run, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+        assert done.returncode == 0, done.stderr
         # A mapping of the source and a copy; the model has six such tensors and more.
         assert int(done.stdout.split()[-1]) < 3 * largest
 
