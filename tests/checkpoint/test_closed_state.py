@@ -98,6 +98,7 @@ def test_flags_of_checkpoints_and_logging_are_known() -> None:
     """A flag of these groups that did change a step would slip through by its group."""
     known = (
         "allow_missing_checkpoint allow_resume_change async_save check_weights_hash ckpt_allow "
+        "ckpt_allow_unsafe_publish ckpt_staging_dir "
         "ckpt_fully_parallel_save ckpt_step exit_on_missing_checkpoint finetune keep_last load "
         "max_failed_saves mean_time_between_failures no_load_optim no_save_optim overwrite_save "
         "pretrained_checkpoint save save_failure_policy save_interval save_retain_interval "
