@@ -199,8 +199,9 @@ def test_a_state_without_a_part_is_refused(part: str) -> None:
     state = full_state()
     check_state(state, Path("here"))
     del state[part]
-    with pytest.raises(DamagedError, match=f"here: .*'{part}'"):
+    with pytest.raises(UserError, match=f"here: written by .*differ in {part}") as refused:
         check_state(state, Path("here"))
+    assert refused.value.exit_code == 2  # nothing is damaged: no older one is taken instead
 
 
 @pytest.mark.parametrize("part", [part for part, keys in PARTS.items() if keys])
@@ -209,18 +210,20 @@ def test_a_part_with_a_key_too_many_or_too_few_is_refused(part: str) -> None:
     assert keys
     state = full_state()
     state[part]["new"] = 1
-    with pytest.raises(DamagedError, match=rf"{part}\.new"):
+    with pytest.raises(UserError, match=rf"{part}\.new"):
         check_state(state, Path("here"))
     state = full_state()
     del state[part][keys[0]]
-    with pytest.raises(DamagedError, match=rf"{part}\.{keys[0]}"):
+    with pytest.raises(UserError, match=rf"{part}\.{keys[0]}"):
         check_state(state, Path("here"))
     with pytest.raises(ValueError, match="closed list"):
         build_state(**{**full_state(), part: {}})
 
 
 def test_an_unknown_part_an_odd_origin_and_a_wrong_hash_are_refused() -> None:
-    for change in ({"more": 1}, {"origin": {"kind": "other"}}, {"config_sha256": "0" * 64}):
+    with pytest.raises(UserError, match="differ in more"):
+        check_state(full_state() | {"more": 1}, Path("here"))
+    for change in ({"origin": {"kind": "other"}}, {"config_sha256": "0" * 64}):
         with pytest.raises(DamagedError):
             check_state(full_state() | change, Path("here"))
 
