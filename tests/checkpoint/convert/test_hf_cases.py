@@ -26,6 +26,7 @@ from megatron_lite.train.state import TrainState
 from tests.checkpoint.convert.peers import (
     VOCABULARY,
     differing,
+    flags,
     our_logits,
     peer_logits,
     prompt,
@@ -110,17 +111,6 @@ def test_c022_the_layout_is_in_the_checkpoint_and_no_option_of_the_tool(tmp_path
     assert half_split_rotary(read_native(tmp_path)).config.rotary_interleaved is False
 
 
-def flags(load: Path, save: Path | None, tp: int, *more: str) -> list[str]:
-    """A command line that trains a converted checkpoint; the model comes from it."""
-    words = (
-        f"--load {load} --use-checkpoint-args --seq-length 16 --micro-batch-size 1 "
-        "--global-batch-size 2 --train-iters 1 --mock-data --lr 0.0 --weight-decay 0 "
-        "--lr-decay-style constant --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 "
-        f"--split 1 --num-workers 0 --device cpu --tensor-model-parallel-size {tp}"
-    ).split()
-    return [*words, *(["--save", str(save), "--save-interval", "1"] if save else []), *more]
-
-
 def train_and_look(parts: Parts, state: TrainState, status: RunStatus) -> list[int]:
     """Exit code of the run, and the rows of this rank's embedding and output layer."""
     names = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -141,7 +131,8 @@ def test_c023_padding_is_derived_at_load_and_in_no_file(
     for tp, total in ((1, 112), (4, 128), (1, 112)):
         divisor = ("--make-vocab-size-divisible-by", "16")
         save = tmp_path / str(len(places))
-        argv = flags(places[-1], save, tp, *divisor)
+        argv = [*flags(places[-1], tmp_path, tp), *divisor, "--save", str(save)]
+        argv += ["--save-interval", "1"]
         if len(places) > 1:
             argv.append("--finetune")
         rows = total // tp
