@@ -143,6 +143,22 @@ def test_dtype_converts_and_float32_takes_the_masters(tmp_path: Path) -> None:
         assert same_bits(found, exact.to(getattr(torch, wanted)))
 
 
+def test_values_that_a_dtype_cannot_hold_are_refused_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_lite.checkpoint.convert.native import write_native
+
+    bundle = random_bundle(LLAMA)
+    name = "decoder.layers.1.mlp.linear_up.weight"
+    large = replace(bundle.tensors[name], load=lambda: torch.full((96, 64), 1e5))
+    write_native(replace(bundle, tensors={**bundle.tensors, name: large}), tmp_path / "n")
+    line = words("native", "hf", tmp_path / "n", tmp_path / "out", "--dtype")
+    assert main([*line, "float16"]) == 2
+    assert f"{name}: has values beyond 65504" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["n"]
+    assert main([*line, "bfloat16"]) == 0
+
+
 def test_norms_stored_minus_one_are_completed_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
