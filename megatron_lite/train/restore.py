@@ -117,6 +117,7 @@ def _load(core: Core, source: _Source) -> Restored:
         core.groups.world,
         lambda checkpoint: _read(core, checkpoint, source),
         step=source.step,
+        staging=core.config.ckpt_staging_dir,
     )
     content, checkpoint = loaded.value, loaded.checkpoint
     _apply(core, checkpoint, source, content)
