@@ -48,6 +48,7 @@ class Run:
     """A run of two data-parallel ranks that saves every second step."""
 
     def __init__(self, directory: Path, mode: str, faults: list[Fault], *more: str):
+        directory.mkdir(exist_ok=True)
         self.save, metrics = directory / "save", directory / "metrics.jsonl"
         argv = [*LLAMA, *RUN, "--eval-iters", "0", "--save", str(self.save), *MODES[mode]]
         argv += ["--save-interval", "2", "--metrics-jsonl", str(metrics), *more]
