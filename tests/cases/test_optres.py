@@ -68,11 +68,14 @@ def test_c034_weights_alone_are_what_the_next_step_computes_with(
 def test_c034_masters_are_kept_in_full_precision_over_a_resume(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    save = ["--save", str(tmp_path), "--load", str(tmp_path)]
-    rank_pool.run(1, train_rank, argv=[*BF16, *save, "--exit-interval", "5"])
-    rank_pool.run(1, train_rank, argv=[*BF16, *save])
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.step == 10
+    for name, stop in (("whole", 10), ("parts", 5), ("parts", 10)):
+        save = ["--save", str(tmp_path / name), "--load", str(tmp_path / name)]
+        rank_pool.run(1, train_rank, argv=[*BF16, *save, "--exit-interval", str(stop)])
+    whole, checkpoint = open_checkpoint(tmp_path / "whole"), open_checkpoint(tmp_path / "parts")
+    assert whole.step == checkpoint.step == 10
+    assert whole.names == checkpoint.names
+    for name in whole.names:
+        assert torch.equal(whole.read(name), checkpoint.read(name)), name
     masters = [name for name in checkpoint.names if name.startswith("optim/master/")]
     assert masters
     values = [checkpoint.read(name) for name in masters]

@@ -5,9 +5,12 @@ said what a resume does with it.
 """
 
 import dataclasses
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,6 +50,7 @@ from megatron_lite.data.native import load_backend
 from megatron_lite.errors import DamagedError, UserError
 from megatron_lite.ops import random as philox
 from megatron_lite.optim.schedule import _FLAGS
+from megatron_lite.train import record
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.record import describe_state
 from megatron_lite.train.state import TrainState
@@ -312,3 +316,32 @@ def test_counters_of_a_blend_are_those_of_walking_it(capacity: list[int] | None)
     assert walked == index.counts.tolist()
     with pytest.raises(IndexError):
         index.counts_after(len(index) + 1)
+
+
+def test_a_blend_that_stands_elsewhere_is_refused_with_both_counters() -> None:
+    train = SimpleNamespace(__len__=lambda: 100)
+    core: Any = SimpleNamespace(datasets=SimpleNamespace(train=train))
+    state = TrainState(consumed_samples=8)
+    with patch.object(record, "blend_counters", lambda dataset, consumed: [5, consumed - 5]):
+        record.check_cursor(core, {"cursor": {"blend": [5, 3]}}, state)
+        record.check_cursor(core, {"cursor": {"blend": None}}, state)
+        with pytest.raises(UserError, match=r"had taken \[6, 2\].* it would be \[5, 3\]"):
+            record.check_cursor(core, {"cursor": {"blend": [6, 2]}}, state)
+
+
+def test_the_commit_and_changes_of_the_source_tree_are_told(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+
+    package = tmp_path / "megatron_lite"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    with patch.object(record.megatron_lite, "__file__", str(package / "__init__.py")):
+        assert record.describe_code.__wrapped__() == {"commit": None, "dirty": None}
+        git("init", "-q")
+        git("add", ".")
+        git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "one")
+        clean = record.describe_code.__wrapped__()
+        assert len(clean["commit"]) == 40 and clean["dirty"] is False
+        (package / "__init__.py").write_text("changed = True\n")
+        assert record.describe_code.__wrapped__() == {**clean, "dirty": True}
