@@ -61,13 +61,11 @@ class Costs:
         if any(isinstance(time, float) for time in (*many, *rest)):
             return self
         unit = lcm(*(Fraction(time).denominator for time in (*many, *rest)))
-        return Costs(
-            *(
-                tuple(int(time * unit) for time in times)
-                for times in (self.forward, self.input_grad, self.weight_grad)
-            ),
-            *(int(time * unit) for time in rest),
+        f, i, w = (
+            tuple(int(time * unit) for time in times)
+            for times in (self.forward, self.input_grad, self.weight_grad)
         )
+        return Costs(f, i, w, *(int(time * unit) for time in rest))
 
 
 def equal_costs(

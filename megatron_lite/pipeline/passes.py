@@ -196,24 +196,3 @@ def assemble(
         tuple(tuple(row) for row in rows),
         order.bounds,
     )
-
-
-def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Return the evaluation table of a schedule's placement: every microbatch once forward."""
-    num_ranks, placement = len(schedule.ranks), schedule.placement
-    rows: Rows = [
-        [
-            Action(Kind.F, stage, microbatch)
-            for microbatch in range(num_microbatches)
-            for stage in schedule.stages_of(rank)
-        ]
-        for rank in range(num_ranks)
-    ]
-    rows = insert_transfers(rows, placement)
-    return Schedule(
-        f"{schedule.name}, forward only",
-        num_microbatches,
-        placement,
-        tuple(tuple(row) for row in rows),
-        forward_only=True,
-    )

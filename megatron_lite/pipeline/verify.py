@@ -205,6 +205,8 @@ class _StageProof:
             work = [
                 place for place, (kind, _) in zip(found, needed, strict=True) if kind in _COMPUTE
             ]
+            if not self.schedule.forward_only and len(work) == 2:
+                work.append(work[-1])  # B is I and W at once
             if any(place < before for place, before in zip(work, previous, strict=False)):
                 problems.append(f"{where}: work comes before that of an earlier microbatch")
             previous = work

@@ -17,6 +17,7 @@ from megatron_lite.pipeline.passes import Order, assemble
 from megatron_lite.pipeline.schedules.auto import auto
 from megatron_lite.pipeline.schedules.building_block import v_half, v_min
 from megatron_lite.pipeline.schedules.dualpipev import dualpipev
+from megatron_lite.pipeline.schedules.forward import forward_only
 from megatron_lite.pipeline.schedules.gpipe import gpipe
 from megatron_lite.pipeline.schedules.interleaved import interleaved, interleaved_zb
 from megatron_lite.pipeline.schedules.one_f_one_b import one_f_one_b, zb_h1, zb_h2
@@ -26,7 +27,7 @@ from megatron_lite.pipeline.schedules.zbv import zbv
 from megatron_lite.pipeline.table_files import read_table
 from megatron_lite.pipeline.verify import ScheduleError, check_schedule
 
-__all__ = ["FIXED_CHUNKS", "SCHEDULES", "Generator", "Options", "build_schedule"]
+__all__ = ["FIXED_CHUNKS", "SCHEDULES", "Generator", "Options", "build_schedule", "forward_only"]
 
 OrderGenerator: TypeAlias = Callable[[int, int, int, Options], Order]
 
