@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,26 @@ def test_a_full_disk_under_the_finalizer_is_told_too(tmp_path: Path, mode: str) 
     assert run.codes == {3}
     assert "the checkpoint of step 4 was not saved: no space left writing" in run.stderr
     assert published_steps(run.save) == [2]
+
+
+@IN_MODES
+def test_a_run_that_is_told_to_stop_waits_for_its_saves(tmp_path: Path, mode: str) -> None:
+    """The signal comes to rank 0 while step 2 begins to be saved."""
+    told = Fault("mkdir", "attempts/2-1-", 1, signal=signal.SIGTERM)
+    run = Run(tmp_path, mode, [told])
+    assert run.codes == {75}
+    assert run.names == [("save", 2), ("save", 3)]
+    assert published_steps(run.save) == [3, 2]
+    assert "the same command continues" in run.stderr
+
+
+@IN_MODES
+def test_a_run_that_is_told_to_stop_and_cannot_save_has_failed(tmp_path: Path, mode: str) -> None:
+    told = Fault("mkdir", "attempts/2-1-", 1, signal=signal.SIGTERM)
+    run = Run(tmp_path, mode, [told, full_at(3)], "--save-failure-policy", "continue")
+    assert run.codes == {3}
+    assert run.names == [("save", 2), ("save_failed", 3)]
+    assert "the same command continues" not in run.stderr
 
 
 def test_a_failure_that_leaves_no_trace_in_the_attempt_reaches_the_other_ranks(
