@@ -67,6 +67,15 @@ def test_megatron_words_are_understood(places: tuple[Path, Path, Path]) -> None:
     assert open_checkpoint(native).step == 0
 
 
+def test_through_megatron_and_back_to_the_bit(places: tuple[Path, Path, Path]) -> None:
+    source, native, back = places
+    layout = ("--target-tensor-parallel-size", "2", "--no-checking")
+    assert main(words("hf", "megatron", source, native, *layout)) == 0
+    assert main(words("megatron", "hf", native, back)) == 2
+    assert main(words("megatron", "hf", native, back, "--trust-pickle")) == 0
+    assert differing(source, back) == []
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
