@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_lite.pipeline.actions import Action, Kind, Schedule
+from megatron_lite.pipeline.actions import COMPUTE, Action, Kind, Schedule
 
 
 def mutants(schedule: Schedule, stride: int = 1) -> Iterator[tuple[str, Schedule]]:
@@ -51,62 +51,83 @@ def _with(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Schedule:
 
 def interpret(schedule: Schedule) -> Any:
     """Run the table and return what it trains; raises when it cannot run."""
-    last = schedule.num_stages - 1
-    channels: dict[tuple[int, int, bool], deque[Any]] = defaultdict(deque)
-    inputs: dict[tuple[bool, int, int], Any] = {}
-    outputs: dict[tuple[bool, int, int], Any] = {}
-    saved: dict[tuple[int, int], Any] = {}
-    forwards: dict[int, list[Any]] = defaultdict(list)
-    immediate: dict[int, list[Any]] = defaultdict(list)  # gradients that I itself writes
-    gradients: dict[int, list[Any]] = defaultdict(list)
-    closed: list[Any] = []
-    place = schedule.placement
+    return _Interpreter(schedule).run()
 
-    def step(rank: int, action: Action) -> bool:
-        kind, s, m = action.kind, action.stage, action.microbatch
-        if kind is Kind.NORM or m is None:
-            state = (str(action), str(gradients.get(s, ())) if s is not None else "")
-            closed.append((rank, state))
-            return True
-        assert s is not None
-        if kind is Kind.F:
-            x = ("batch", m) if s == 0 else inputs.pop((True, s, m))
-            saved[s, m] = outputs[True, s, m] = ("F", s, x)
-            forwards[s].append(x)
-        elif kind in (Kind.I, Kind.B):
-            dy = ("loss", m) if s == last else inputs.pop((False, s, m))
-            outputs[False, s, m] = ("I", s, dy, saved[s, m])
-            immediate[s].append((dy, saved[s, m]))
-            saved[s, m] = (saved[s, m], dy)
-            if kind is Kind.B:
-                gradients[s].append(saved.pop((s, m)))
-        elif kind is Kind.W:
-            value = saved.pop((s, m))
-            assert len(value) == 2, "W before I"
-            gradients[s].append(value)
-        elif kind in (Kind.LOCAL_F, Kind.LOCAL_B):
-            forward = kind is Kind.LOCAL_F
-            inputs[forward, s + (1 if forward else -1), m] = outputs.pop((forward, s, m))
-        elif kind in (Kind.SEND_F, Kind.SEND_B):
-            forward = kind is Kind.SEND_F
-            other = place[s + (1 if forward else -1)]
-            channels[rank, other, forward].append(outputs.pop((forward, s, m)))
+
+class _Interpreter:
+    """Symbolic values: a tuple says from what it was computed."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.channels: dict[tuple[int, int, bool], deque[Any]] = defaultdict(deque)
+        self.inputs: dict[tuple[bool, int, int], Any] = {}
+        self.outputs: dict[tuple[bool, int, int], Any] = {}
+        self.saved: dict[tuple[int, int], Any] = {}
+        self.forwards: dict[int, list[Any]] = defaultdict(list)
+        self.immediate: dict[int, list[Any]] = defaultdict(list)  # gradients that I writes
+        self.gradients: dict[int, list[Any]] = defaultdict(list)
+        self.closed: list[Any] = []
+
+    def run(self) -> Any:
+        rows = self.schedule.ranks
+        position = [0] * len(rows)
+        moved = True
+        while moved:
+            moved = False
+            for rank, row in enumerate(rows):
+                while position[rank] < len(row) and self.step(rank, row[position[rank]]):
+                    position[rank] += 1
+                    moved = True
+        assert all(at == len(row) for at, row in zip(position, rows, strict=True)), "stuck"
+        assert not any(self.channels.values()), "a message is left over"
+        return (
+            dict(self.forwards),
+            dict(self.immediate),
+            dict(self.gradients),
+            sorted(self.closed),
+        )
+
+    def step(self, rank: int, action: Action) -> bool:
+        """Execute; False if a message has to come first."""
+        s, m = action.stage, action.microbatch
+        if s is None or m is None:
+            state = str(self.gradients.get(s, ())) if s is not None else ""
+            self.closed.append((rank, str(action), state))
+        elif action.kind in COMPUTE:
+            self.compute(action.kind, s, m)
         else:
-            forward = kind is Kind.RECV_F
-            other = place[s - 1 if forward else s + 1]
-            if not channels[other, rank, forward]:
-                return False
-            inputs[forward, s, m] = channels[other, rank, forward].popleft()
+            return self.move(rank, action.kind, s, m)
         return True
 
-    position = [0] * len(schedule.ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(schedule.ranks):
-            while position[rank] < len(row) and step(rank, row[position[rank]]):
-                position[rank] += 1
-                moved = True
-    assert all(at == len(row) for at, row in zip(position, schedule.ranks, strict=True)), "stuck"
-    assert not any(channels.values()), "a message is left over"
-    return dict(forwards), dict(immediate), dict(gradients), sorted(closed)
+    def compute(self, kind: Kind, s: int, m: int) -> None:
+        if kind is Kind.F:
+            x = ("batch", m) if s == 0 else self.inputs.pop((True, s, m))
+            self.saved[s, m] = self.outputs[True, s, m] = ("F", s, x)
+            self.forwards[s].append(x)
+            return
+        if kind is not Kind.W:
+            last = self.schedule.num_stages - 1
+            dy = ("loss", m) if s == last else self.inputs.pop((False, s, m))
+            self.outputs[False, s, m] = ("I", s, dy, self.saved[s, m])
+            self.immediate[s].append((dy, self.saved[s, m]))
+            self.saved[s, m] = (self.saved[s, m], dy)
+        if kind is not Kind.I:
+            value = self.saved.pop((s, m))
+            assert len(value) == 2, "W before I"
+            self.gradients[s].append(value)
+
+    def move(self, rank: int, kind: Kind, s: int, m: int) -> bool:
+        forward = kind in (Kind.LOCAL_F, Kind.SEND_F, Kind.RECV_F)
+        if kind in (Kind.RECV_F, Kind.RECV_B):
+            source = self.schedule.placement[s - 1 if forward else s + 1]
+            channel = self.channels[source, rank, forward]
+            if not channel:
+                return False
+            self.inputs[forward, s, m] = channel.popleft()
+            return True
+        value, following = self.outputs.pop((forward, s, m)), s + (1 if forward else -1)
+        if kind in (Kind.LOCAL_F, Kind.LOCAL_B):
+            self.inputs[forward, following, m] = value
+        else:
+            self.channels[rank, self.schedule.placement[following], forward].append(value)
+        return True
