@@ -27,7 +27,7 @@ from megatron_lite.errors import DamagedError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 ALIGNMENT = 8
-CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 2**20  # hashed and written while it is in the processor's cache
 
 
 @dataclass(frozen=True)

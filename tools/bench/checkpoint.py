@@ -8,6 +8,7 @@ machine disturbs all alike. A process saves twice, the second time is measured. 
 - wall: until the files are on the device (and published).
 - CPU-s/GB: of saving, of the process and its children.
 - extra GB: most anonymous and shared memory above what the state takes, while saving.
+- load CPU-s/GB: of the warm one; in brackets that of the plain read.
 - load: into new memory; cold is after the files were dropped from the page cache; in
   brackets as multiple of a plain read of the same files into new memory, timed before it.
 
@@ -40,7 +41,7 @@ from tools.bench.checkpoint_ways import WAYS, State, Way, build_way
 from tools.bench.ranks import check_writable, parse_bytes
 
 CHUNK = 4 * 2**20
-SAMPLE_S = 0.02
+SAMPLE_S = 0.05
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -102,10 +103,10 @@ def memory_bytes() -> int:
 
 
 class Peak:
-    """The most memory while a block runs."""
+    """The most memory while a block runs, and the CPU seconds that looking has cost."""
 
     def __enter__(self) -> Peak:
-        self.most = memory_bytes()
+        self.most, self.cpu_s = memory_bytes(), 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -119,6 +120,7 @@ class Peak:
     def _watch(self) -> None:
         while not self._over.wait(SAMPLE_S):
             self.most = max(self.most, memory_bytes())
+            self.cpu_s = time.thread_time()
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -183,7 +185,7 @@ def measure_save(way: Way, state: State) -> dict[str, float]:
     return {
         "pause_s": pause,
         "wall_s": wall,
-        "cpu_s": cpu_seconds() - cpu,
+        "cpu_s": cpu_seconds() - cpu - peak.cpu_s,
         "extra_bytes": float(max(0, peak.most - before) + reused),
     }
 
@@ -198,7 +200,9 @@ def measure_load(way: Way) -> dict[str, float]:
         for name, work in (("raw", lambda: read_raw(paths)), ("load", lambda: way.load(2))):
             if kind == "cold":
                 drop_cached(paths)
+            cpu = cpu_seconds()
             told[f"{kind}_{name}_s"] = timed(work)
+            told[f"{kind}_{name}_cpu_s"] = cpu_seconds() - cpu
     return told
 
 
@@ -257,7 +261,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """One line per way."""
     print("| way | pause s (x copy) | wall s | CPU-s/GB | extra GB | cold load s (x raw) "
-          "| warm load s (x raw) |\n|---|---|---|---|---|---|---|")  # fmt: skip
+          "| warm load s (x raw) | load CPU-s/GB |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
     for name in dict.fromkeys(row["way"] for row in rows):
         mine = [row for row in rows if row["way"] == name]
 
@@ -269,7 +273,9 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
             f"| {spread(each('wall_s'))} | {spread([1e9 * v for v in each('cpu_s', 'bytes')])} "
             f"| {spread([v / 1e9 for v in each('extra_bytes')])} "
             f"| {spread(each('cold_load_s'))} (x {spread(each('cold_load_s', 'cold_raw_s'))}) "
-            f"| {spread(each('warm_load_s'))} (x {spread(each('warm_load_s', 'warm_raw_s'))}) |"
+            f"| {spread(each('warm_load_s'))} (x {spread(each('warm_load_s', 'warm_raw_s'))}) "
+            f"| {spread([1e9 * v for v in each('warm_load_cpu_s', 'bytes')])} "
+            f"({spread([1e9 * v for v in each('warm_raw_cpu_s', 'bytes')])}) |"
         )
 
 
