@@ -207,7 +207,7 @@ class _StageProof:
             if -1 in found:
                 kind, of = needed[found.index(-1)]
                 why = " (needs either B, or I and W)" if kind in (Kind.I, Kind.W) else ""
-                problems.append(f"{where}: {kind.value} is missing: {kind.value}{of}{why}")
+                problems.append(f"{where}: {kind.value}{of}.{microbatch} is missing{why}")
                 continue
             if found != sorted(found):
                 right = ", ".join(f"{kind.value}{of}.{microbatch}" for kind, of in needed)

@@ -77,7 +77,7 @@ def test_single_refuses_more_than_one_stage(shape: tuple[int, int, int]) -> None
         ("F0.0 B0.0 F0.1 B0.1 REDUCE0 STEP0", "NORM is missing"),
         ("F0.0 B0.0 F0.1 B0.1 NORM STEP0", "REDUCE0 or STEP0 is missing"),
         ("F0.0 B0.0 F0.1 I0.1 REDUCE0 NORM STEP0", "either B, or I and W"),
-        ("F0.0 B0.0 B0.1 REDUCE0 NORM STEP0", "F is missing"),
+        ("F0.0 B0.0 B0.1 REDUCE0 NORM STEP0", "F0.1 is missing"),
         ("F0.0 F0.0 B0.0 F0.1 B0.1 REDUCE0 NORM STEP0", "occurs 2 times"),
         ("F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 REDUCE0 NORM STEP0", "of 2 microbatches"),
         ("F1.0 F0.0 B0.0 F0.1 B0.1 REDUCE0 NORM STEP0", "does not hold"),
