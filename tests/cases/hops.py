@@ -61,11 +61,17 @@ def hop_in_pool(
     return first
 
 
-def hop_in_new_processes(source: Path, target: Path, layout: str, *more: str) -> None:
+def hop_in_new_processes(
+    source: Path, target: Path, layout: str, *more: str
+) -> tuple[float, float]:
     """`hop` in rank processes of its own."""
     argv = [*ARGV, *LAYOUTS[layout].flags, *more, "--load", str(source), "--save", str(target)]
     exits = fork_ranks(LAYOUTS[layout].ranks, hop_program, argv)
     assert {found.code for found in exits} == {0}, exits
+    figures = {found.stdout.splitlines()[-1] for found in exits}
+    assert len(figures) == 1
+    loss, norm = figures.pop().split()
+    return float(loss), float(norm)
 
 
 def hop_program(argv: Sequence[str]) -> int:
@@ -75,7 +81,7 @@ def hop_program(argv: Sequence[str]) -> int:
         config = parse_config(list(argv), {})
         check_config(config, info.world_size)
         with build_run(config, info, status) as (parts, state):
-            _save_and_step(parts, state, status)
+            print(*_save_and_step(parts, state, status))
         return 0
 
     return run_program(run, os.environ)

@@ -96,18 +96,23 @@ def test_the_matrix_has_a_layout_of_every_axis_of_the_table() -> None:
     assert cut(RESHARD) == cut(tuple(LAYOUTS))
 
 
+TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 128 --bf16"
+
+
 @pytest.mark.parametrize("repetition", range(5))
 def test_c027_hops_over_tensor_parallel_sizes_come_home_unchanged(
     rank_pool: RankPool, tmp_path: Path, repetition: int
 ) -> None:
-    first = tmp_path / "0"
-    wanted = train_and_save(rank_pool, first, "tp2", 4, "--bf16")
-    source = first
+    flags = TINY.split()
+    wanted = train_and_save(rank_pool, tmp_path / "0", "tp2", 4, *flags)
+    at_home = hop_in_pool(rank_pool, tmp_path / "0", tmp_path / "home", "tp2", *flags)
     for number, layout in enumerate((REFERENCE, "tp4", "tp2"), 1):
-        target = tmp_path / str(number)
-        hop_in_new_processes(source, target, layout, "--bf16")
+        source, target = tmp_path / str(number - 1), tmp_path / str(number)
+        figures = hop_in_new_processes(source, target, layout, *flags)
         assert hash_of(target) == wanted, layout
-        source = target
+        for found, expected, limit in zip(figures, at_home, NEAR_BF16, strict=True):
+            assert found == pytest.approx(expected, rel=limit), layout
+    assert figures == at_home  # the same layout: step 5 has the same bits
 
 
 def test_a_hash_notices_one_changed_bit(rank_pool: RankPool, tmp_path: Path, saved: Saved) -> None:

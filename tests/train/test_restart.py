@@ -225,13 +225,18 @@ def test_the_pretrained_checkpoint_is_taken_where_load_is_empty(
     save(rank_pool, tmp_path / "old")
     argv = [*ARGV, "--save", str(tmp_path / "new"), "--load", str(tmp_path / "new")]
     argv += ["--pretrained-checkpoint", str(tmp_path / "old"), "--seed", "7"]
-    (first,) = rank_pool.run(1, printed, argv=[*argv, "--exit-interval", "3"])
+    metrics = ["--metrics-jsonl", str(tmp_path / "m")]
+    (first,) = rank_pool.run(1, printed, argv=[*argv, *metrics, "--exit-interval", "3"])
+    (event,) = [row for row in rows(tmp_path / "m", "event") if row["event"] == "load"]
+    assert event["directory"] == str(tmp_path / "old")
     assert "weights come from --pretrained-checkpoint" in first
     assert "weights only, this run starts at step 0" in first
     assert "iteration        1/" in first
     (second,) = rank_pool.run(1, printed, argv=[*argv, "--exit-interval", "4"])
     assert "resume contract: deterministic replay: same layout, bitwise" in second
     assert "iteration        4/" in second and "--pretrained" not in second
+    with pytest.raises(RankError, match="no checkpoint of step 1; published are 4, 3"):
+        rank_pool.run(1, train_rank, argv=[*argv, "--ckpt-step", "1"])
 
 
 def test_a_pretrained_checkpoint_that_is_not_there_is_refused(
