@@ -30,7 +30,7 @@ from megatron_lite.checkpoint.manifest import (
     shard_file,
 )
 from megatron_lite.checkpoint.ranges import Fetch, already_here, open_range, run_jobs
-from megatron_lite.checkpoint.shards import CHUNK_BYTES, ShardHeader, ShardTensor, read_header
+from megatron_lite.checkpoint.shards import ShardHeader, ShardTensor, read_header
 from megatron_lite.errors import DamagedError
 
 
@@ -131,15 +131,6 @@ def _check_piece(path: Path, tensor: ShardTensor, sha256: str, what: str, fetch:
     fetch(path, tensor.begin, tensor.end)
     with open_range(path, tensor.begin, tensor.end) as reader:
         reader.finish(sha256, what)
-
-
-def check_hash(data: memoryview, sha256: str, what: str) -> None:
-    """Raise unless `data` has this sha256."""
-    digest = hashlib.sha256()
-    for start in range(0, data.nbytes, CHUNK_BYTES):
-        digest.update(data[start : start + CHUNK_BYTES])
-    if digest.hexdigest() != sha256:
-        raise DamagedError(f"{what} is damaged (sha256 differs)")
 
 
 @contextmanager

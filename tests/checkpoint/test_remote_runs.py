@@ -39,14 +39,16 @@ def test_a_run_saves_to_a_store_and_resumes_from_it_in_another_layout(
     )
     assert published_steps(bucket) == [4]  # retention
     assert list(stage.iterdir()) == []  # staging is given back
-    (second,) = run(1, url, 6, *words, env=secret)
-    assert second.code == 0, second.stderr
-    assert f"successfully loaded checkpoint from {url} at iteration 4" in second.stdout
+    layout = (2, ("--tensor-model-parallel-size", "2")) if mode else (1, ())
+    second = run(layout[0], url, 6, *words, *layout[1], env=secret)
+    assert not any(each.code for each in second), second
+    told = "".join(each.stdout for each in second)
+    assert f"successfully loaded checkpoint from {url} at iteration 4" in told
     assert open_checkpoint(url).step == 6
     assert logical_hash(open_checkpoint(url)) == logical_hash(open_checkpoint(bucket))
     assert (bucket / "latest_checkpointed_iteration.txt").read_text() == "6\n"
     # Row 52e: no credential of the environment in any file or line.
-    told = "".join(each.stdout + each.stderr for each in [*first, second])
+    told = "".join(each.stdout + each.stderr for each in [*first, *second])
     assert "TOPSECRET" not in told
     for path in (path for path in tmp_path.rglob("*") if path.is_file()):
         assert b"TOPSECRET" not in path.read_bytes(), path
