@@ -123,8 +123,15 @@ def insert_transfers(rows: Rows, placement: Sequence[int], costs: Costs | None =
 _PRODUCERS = frozenset((Kind.F, Kind.I, Kind.B))
 
 
-def insert_closing(rows: Rows, placement: Sequence[int]) -> Rows:
-    """Add REDUCE after each stage's last weight gradient, then NORM and the STEPs."""
+def insert_closing(rows: Rows, placement: Sequence[int], *, tied: bool = False) -> Rows:
+    """Add REDUCE after each stage's last weight gradient, then NORM and the STEPs.
+
+    The ends of a tied model are reduced when their rank has computed everything: if both
+    are on one rank, they share a gradient; else TIE adds the two copies first, in full, and
+    as late as that, because the other end may still need this rank's input gradients.
+    """
+    ends_of_model = {0, len(placement) - 1} if tied and len(placement) > 1 else set()
+    remote = bool(ends_of_model) and placement[0] != placement[-1]
     result: Rows = []
     for rank, row in enumerate(rows):
         stages = [stage for stage, holder in enumerate(placement) if holder == rank]
@@ -137,8 +144,12 @@ def insert_closing(rows: Rows, placement: Sequence[int]) -> Rows:
         closed: list[Action] = []
         for index, action in enumerate(row):
             closed.append(action)
-            if index in ends:
+            if index in ends and ends[index] not in ends_of_model:
                 closed.append(Action(Kind.REDUCE, ends[index]))
+        late = [stage for stage in stages if stage in ends_of_model]
+        if remote:
+            closed += [Action(Kind.TIE, stage) for stage in late]
+        closed += [Action(Kind.REDUCE, stage) for stage in late]
         closed.append(Action(Kind.NORM))
         closed += [Action(Kind.STEP, stage) for stage in stages]
         result.append(closed)
@@ -173,12 +184,14 @@ def assemble(
     costs: Costs | None = None,
     *,
     unshard: bool = False,
+    tied: bool = False,
 ) -> Schedule:
     """Make the complete table of an order of computations.
 
     Args:
         costs: expected; they only decide where receives are posted.
         unshard: parameters are sharded and gathered around the step.
+        tied: the first and the last stage share the embedding.
 
     Raises:
         ValueError: no rank order of the computations exists, or there is nothing to do.
@@ -188,7 +201,7 @@ def assemble(
     rows = insert_transfers(order.rows, order.placement, costs)
     if unshard:
         rows = insert_unshards(rows)
-    rows = insert_closing(rows, order.placement)
+    rows = insert_closing(rows, order.placement, tied=tied)
     return Schedule(
         name,
         num_microbatches,

@@ -22,6 +22,7 @@ _Places: TypeAlias = Mapping[tuple[Kind, int | None, int | None], int]
 
 _COMPUTE, _TRANSFER = frozenset(COMPUTE), frozenset(TRANSFER)
 _OUTPUT = frozenset((Kind.SEND_F, Kind.SEND_B, Kind.LOCAL_F, Kind.LOCAL_B))
+_MEETING = frozenset((*TRANSFER, Kind.TIE))
 _GATHER = frozenset((Kind.UNSHARD, Kind.RESHARD))
 _MAX_TOLD = 10
 
@@ -104,7 +105,9 @@ def _check_rank(schedule: Schedule, rank: int) -> list[str]:
         expected += proof.expected
     if not schedule.forward_only:
         problems += _check_closing(rank, stages, actions, places)
+        problems += _check_ties(schedule, rank, places)
         expected += 1 + 2 * len(stages)
+        expected += sum((Kind.TIE, stage, None) in places for stage in stages)
     expected += sum(action.kind in _GATHER for action in actions)
     if not problems:
         problems += _check_gathers(rank, actions)
@@ -138,6 +141,20 @@ def _check_closing(
     for action in actions[norm + 1 :]:
         if action.kind not in (Kind.STEP, Kind.NORM):
             yield f"rank {rank}: {action} comes after NORM"
+
+
+def _check_ties(schedule: Schedule, rank: int, places: _Places) -> Iterator[str]:
+    """TIE is of the two ends, on different ranks, after their last W and before REDUCE."""
+    ends = (0, schedule.num_stages - 1)
+    apart = schedule.placement[0] != schedule.placement[-1]
+    for stage in schedule.stages_of(rank):
+        tie = places.get((Kind.TIE, stage, None))
+        if tie is None:
+            continue
+        if stage not in ends or not apart:
+            yield f"rank {rank}: TIE{stage}, but only ends of the model on two ranks are added"
+        elif tie > places.get((Kind.REDUCE, stage, None), -1):
+            yield f"rank {rank}: TIE{stage} comes after REDUCE{stage}"
 
 
 def _check_gathers(rank: int, actions: Sequence[Action]) -> Iterator[str]:
@@ -196,7 +213,8 @@ class _StageProof:
 
     def check(self) -> list[str]:
         """Return what is wrong."""
-        stage, reduce = self.stage, self.places.get((Kind.REDUCE, self.stage, None))
+        stage = self.stage
+        closing = [self.places.get((kind, stage, None)) for kind in (Kind.TIE, Kind.REDUCE)]
         problems: list[str] = []
         previous = [-1, -1, -1]  # places of the latest F, I and W (or B)
         for microbatch in range(self.schedule.num_microbatches):
@@ -221,8 +239,8 @@ class _StageProof:
             if any(place < before for place, before in zip(work, previous, strict=False)):
                 problems.append(f"{where}: work comes before that of an earlier microbatch")
             previous = work
-            if reduce is not None and work[-1] > reduce:
-                problems.append(f"{where}: its weight gradient comes after REDUCE{stage}")
+            if any(place is not None and work[-1] > place for place in closing):
+                problems.append(f"{where}: its weight gradient comes after REDUCE{stage} or TIE")
             problems += self.late_outputs(where, needed, found)
         return problems
 
@@ -275,7 +293,7 @@ def _check_rendezvous(schedule: Schedule) -> Iterator[str]:
     communicators that execute their operations in the order of issue, because each of
     them only waits for a part of what this one waits for.
     """
-    lists = [[a for a in actions if a.kind in _TRANSFER] for actions in schedule.ranks]
+    lists = [[a for a in actions if a.kind in _MEETING] for actions in schedule.ranks]
     placement = schedule.placement
     position = [0] * len(lists)
     candidates = list(range(len(lists)))
@@ -283,10 +301,11 @@ def _check_rendezvous(schedule: Schedule) -> Iterator[str]:
         rank = candidates.pop()
         while position[rank] < len(lists[rank]):
             action = lists[rank][position[rank]]
-            channel = channel_of(action, placement)
-            other = channel.source if channel.destination == rank else channel.destination
+            partner = _partner(action, schedule.num_stages)
+            assert partner.stage is not None
+            other = placement[partner.stage]
             at = position[other]
-            if at == len(lists[other]) or lists[other][at] != partner_of(action):
+            if at == len(lists[other]) or lists[other][at] != partner:
                 break
             position[rank] += 1
             position[other] += 1
@@ -294,4 +313,12 @@ def _check_rendezvous(schedule: Schedule) -> Iterator[str]:
     for rank, transfers in enumerate(lists):
         if position[rank] < len(transfers):
             action = transfers[position[rank]]
-            yield f"rank {rank} is stuck at {action}: {partner_of(action)} is never reached"
+            partner = _partner(action, schedule.num_stages)
+            yield f"rank {rank} is stuck at {action}: {partner} is never reached"
+
+
+def _partner(action: Action, num_stages: int) -> Action:
+    """The action of another rank that this one meets."""
+    if action.kind is Kind.TIE:
+        return Action(Kind.TIE, num_stages - 1 if action.stage == 0 else 0)
+    return partner_of(action)

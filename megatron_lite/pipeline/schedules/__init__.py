@@ -42,6 +42,17 @@ class Generator(Protocol):
         ...
 
 
+def _assemble(name: str, order: Order, num_microbatches: int, options: Options) -> Schedule:
+    return assemble(
+        name,
+        order,
+        num_microbatches,
+        options.costs,
+        unshard=options.unshard,
+        tied=options.tied,
+    )
+
+
 def _complete(name: str, order: OrderGenerator) -> Generator:
     """Make a generator of complete tables from one of computations only."""
 
@@ -49,9 +60,7 @@ def _complete(name: str, order: OrderGenerator) -> Generator:
         num_ranks: int, chunks: int, num_microbatches: int, options: Options = DEFAULT
     ) -> Schedule:
         computations = order(num_ranks, chunks, num_microbatches, options)
-        return assemble(
-            name, computations, num_microbatches, options.costs, unshard=options.unshard
-        )
+        return _assemble(name, computations, num_microbatches, options)
 
     return generate
 
@@ -75,7 +84,7 @@ def _auto(
 ) -> Schedule:
     chosen, order = auto(num_ranks, chunks, num_microbatches, options, _ORDERS)
     name = f"auto ({chosen})"
-    return assemble(name, order, num_microbatches, options.costs, unshard=options.unshard)
+    return _assemble(name, order, num_microbatches, options)
 
 
 # name -> (pipeline ranks, stages per rank, microbatches[, options]) -> table
