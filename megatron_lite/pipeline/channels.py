@@ -6,7 +6,7 @@ kind, also where the next and the previous rank are the same one. On a channel t
 send meets the k-th receive; the verifier proves that both are the same message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -51,12 +51,25 @@ def channel_of(action: Action, placement: Sequence[int]) -> Channel:
 
 def partner_of(action: Action) -> Action:
     """Return the transfer at the other end: SEND_F0.3 and RECV_F1.3 belong together."""
-    stage = action.stage
-    assert stage is not None
-    kind, other = {
-        Kind.SEND_F: (Kind.RECV_F, stage + 1),
-        Kind.RECV_F: (Kind.SEND_F, stage - 1),
-        Kind.SEND_B: (Kind.RECV_B, stage - 1),
-        Kind.RECV_B: (Kind.SEND_B, stage + 1),
-    }[action.kind]
-    return Action(kind, other, action.microbatch)
+    assert action.stage is not None
+    kind, step = _PARTNERS[action.kind]
+    return Action(kind, action.stage + step, action.microbatch)
+
+
+def are_partners(one: Action, other: Action) -> bool:
+    """Whether two transfers are the ends of one message."""
+    assert one.stage is not None and one.kind in _PARTNERS
+    kind, step = _PARTNERS[one.kind]
+    return (
+        other.kind is kind
+        and other.stage == one.stage + step
+        and other.microbatch == one.microbatch
+    )
+
+
+_PARTNERS: Mapping[Kind, tuple[Kind, int]] = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}

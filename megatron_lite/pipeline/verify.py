@@ -15,7 +15,7 @@ from itertools import accumulate, zip_longest
 from typing import TypeAlias
 
 from megatron_lite.pipeline.actions import COMPUTE, TRANSFER, Action, Kind, Schedule
-from megatron_lite.pipeline.channels import Channel, channel_of, partner_of
+from megatron_lite.pipeline.channels import Channel, are_partners, channel_of, partner_of
 from megatron_lite.pipeline.simulate import peak_live
 
 _Places: TypeAlias = Mapping[tuple[Kind, int | None, int | None], int]
@@ -277,7 +277,7 @@ def _check_channels(schedule: Schedule) -> Iterator[str]:
     for channel in sorted(sent.keys() | received.keys()):
         pairs = zip_longest(sent[channel], received[channel])
         for k, (send, receive) in enumerate(pairs):
-            if send is None or receive is None or partner_of(send) != receive:
+            if send is None or receive is None or not are_partners(send, receive):
                 yield (
                     f"channel {channel.source} to {channel.destination} ({channel.direction}): "
                     f"message {k} is sent by {send} and received by {receive}"
@@ -301,11 +301,9 @@ def _check_rendezvous(schedule: Schedule) -> Iterator[str]:
         rank = candidates.pop()
         while position[rank] < len(lists[rank]):
             action = lists[rank][position[rank]]
-            partner = _partner(action, schedule.num_stages)
-            assert partner.stage is not None
-            other = placement[partner.stage]
+            other = _other_rank(action, placement)
             at = position[other]
-            if at == len(lists[other]) or lists[other][at] != partner:
+            if at == len(lists[other]) or not _meet(action, lists[other][at]):
                 break
             position[rank] += 1
             position[other] += 1
@@ -313,12 +311,22 @@ def _check_rendezvous(schedule: Schedule) -> Iterator[str]:
     for rank, transfers in enumerate(lists):
         if position[rank] < len(transfers):
             action = transfers[position[rank]]
-            partner = _partner(action, schedule.num_stages)
+            partner = "the other TIE" if action.kind is Kind.TIE else partner_of(action)
             yield f"rank {rank} is stuck at {action}: {partner} is never reached"
 
 
-def _partner(action: Action, num_stages: int) -> Action:
-    """The action of another rank that this one meets."""
+def _other_rank(action: Action, placement: Sequence[int]) -> int:
+    """The rank that holds the other end of a transfer or a TIE."""
+    stage = action.stage
+    assert stage is not None
     if action.kind is Kind.TIE:
-        return Action(Kind.TIE, num_stages - 1 if action.stage == 0 else 0)
-    return partner_of(action)
+        return placement[-1 if stage == 0 else 0]
+    step = 1 if action.kind is Kind.SEND_F or action.kind is Kind.RECV_B else -1
+    return placement[stage + step]
+
+
+def _meet(one: Action, other: Action) -> bool:
+    """Whether two actions of different ranks are the two ends of one communication."""
+    if one.kind is Kind.TIE:
+        return other.kind is Kind.TIE
+    return are_partners(one, other)
