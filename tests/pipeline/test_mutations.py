@@ -67,3 +67,14 @@ def test_the_interpreter_notices_a_permuted_accumulation() -> None:
     damaged = type(schedule)("damaged", 3, schedule.placement, rows)
     with pytest.raises((AssertionError, KeyError)):
         assert interpret(damaged) == interpret(schedule)
+
+
+def test_every_schedule_of_four_stages_trains_the_same_numbers() -> None:
+    """Losses, gradients that I writes and those that W writes, each in one order of sums."""
+    results = []
+    for name in NAMES:
+        for num_ranks, chunks in ((4, 1), (2, 2), (1, 4)):
+            if FIXED_CHUNKS.get(name, chunks) == chunks:
+                results.append(interpret(SCHEDULES[name](num_ranks, chunks, 6))[:3])
+    assert len(results) >= 16
+    assert all(result == results[0] for result in results)

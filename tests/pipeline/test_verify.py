@@ -160,6 +160,7 @@ def test_evaluation_table_is_forward_only_and_valid(name: str) -> None:
     training = SCHEDULES[name](4, FIXED_CHUNKS.get(name, 2), 8)
     evaluation = forward_only(training.placement, 8)
     check_schedule(evaluation)
+    check_schedule(forward_only(training.placement, 8, unshard=True))
     kinds = {str(action)[0] for row in evaluation.ranks for action in row}
     assert kinds <= {"F", "S", "R", "L"}
     bubble = simulate(evaluation, equal_costs(evaluation.num_stages))[1].makespan_bubble

@@ -7,14 +7,17 @@ microbatches leave the pipeline as early as possible and few outputs wait.
 from collections.abc import Sequence
 
 from megatron_lite.pipeline.actions import Action, Kind, Schedule
-from megatron_lite.pipeline.passes import Rows, insert_transfers
+from megatron_lite.pipeline.passes import Rows, insert_transfers, insert_unshards
 
 
-def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
+def forward_only(
+    placement: Sequence[int], num_microbatches: int, *, unshard: bool = False
+) -> Schedule:
     """Return the table of a forward pass.
 
     Args:
         placement: stage -> rank, that of the training schedule.
+        unshard: parameters are sharded and gathered around the pass.
     """
     num_ranks, num_stages = max(placement) + 1, len(placement)
     rows: Rows = [[] for _ in range(num_ranks)]
@@ -32,6 +35,8 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
         free[rank] = ends[stage, count[stage]] = start + 1
         count[stage] += 1
     complete = insert_transfers(rows, placement)
+    if unshard:
+        complete = insert_unshards(complete)
     return Schedule(
         "forward",
         num_microbatches,
