@@ -6,8 +6,10 @@ device; a rank that fails leaves a marker in its place. Who waits for the ranks 
 to look at the directory.
 """
 
+import errno
 import re
 import secrets
+import time
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -50,6 +52,7 @@ from megatron_lite.checkpoint.strict_json import encode_json, expect_object, exp
 from megatron_lite.errors import DamagedError, UserError
 
 MAX_MARKER_BYTES = 2**16
+REMOVE_TRIES, REMOVE_PAUSE_SECONDS = 40, 0.05
 _WORDS = re.compile(r"(?s).{0,16000}")
 
 
@@ -272,13 +275,30 @@ def tidy(
     return tuple(notes)
 
 
+def _remove_in_use(directory: Path, files: FileSystem) -> None:
+    """Remove an attempt in which other ranks may still be creating files.
+
+    Once the directory is gone they fail by themselves; until then a new file can be in the
+    way of its removal.
+    """
+    for _ in range(REMOVE_TRIES):
+        try:
+            files.remove_tree(directory)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            time.sleep(REMOVE_PAUSE_SECONDS)
+        else:
+            return
+
+
 def discard(request: SaveRequest, lock: WriterLock, files: FileSystem) -> None:
     """Remove a failed attempt; best effort, the next save's sweep finishes what is left."""
     with suppress(OSError, UserError):
         if not is_published(request):
             if request.store is not None:
                 discard_from_store(request.store, request.root, request.plan)
-            files.remove_tree(request.directory)
+            _remove_in_use(request.directory, files)
         lock.release()
     lock.let_go()
 

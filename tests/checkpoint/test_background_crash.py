@@ -178,3 +178,22 @@ def test_a_failed_rank_is_named_by_its_marker(tmp_path: Path) -> None:
     assert reply["failure"]["kind"] == "DamagedError"
     assert reply["failure"]["message"].startswith("rank 1: no space left writing")
     assert not request.directory.exists()
+
+
+def test_a_failed_attempt_is_removed_although_another_rank_still_creates_files(
+    tmp_path: Path,
+) -> None:
+    created: list[Path] = []
+
+    def create_meanwhile(operation: str, path: Path) -> None:
+        if operation == "rmdir" and len(created) < 2:
+            created.append(path / f"rank0000{len(created)}.safetensors")
+            created[-1].write_bytes(b"")
+
+    roles = Roles(tmp_path, 1, 2, finalizer_files=FileSystem(create_meanwhile))
+    request = roles.begin()
+    roles.write(request, ranks=[0])
+    assert "no receipt of rank 1" in roles.finalize(request)["failure"]["message"]
+    roles.let_go()
+    assert len(created) == 2
+    assert list((tmp_path / "attempts").iterdir()) == []
