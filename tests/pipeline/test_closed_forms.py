@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_lite.pipeline.actions import Action, Kind, Schedule
 from megatron_lite.pipeline.costs import equal_costs
@@ -131,6 +133,23 @@ def test_sample_of_tables_is_valid_and_equals_the_closed_forms(name: str) -> Non
 def test_closed_forms_hold_for_unequal_costs(name: str, costs: Sequence[int]) -> None:
     for p in (2, 4, 8):
         check_point(name, p, chunks_of(name)[-1], 2 * p, costs)
+
+
+@settings(max_examples=60)
+@given(
+    name=st.sampled_from([name for name in FORMS if name != "zbv"]),
+    p=st.integers(1, 6),
+    groups=st.integers(2, 4),
+    times=st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
+)
+def test_closed_forms_hold_for_any_costs_with_w_at_most_f(
+    name: str, p: int, groups: int, times: tuple[int, int, int]
+) -> None:
+    """A W longer than an F delays the I behind it; undivided schedules have no such limit."""
+    f, i, w = times
+    if w > f and name not in ("gpipe", "1f1b", "interleaved"):
+        f, w = w, f
+    check_point(name, p, chunks_of(name)[-1], groups * p, (f, i, w))
 
 
 @pytest.mark.slow
