@@ -1,11 +1,9 @@
 """Object stores: the same guarantees as on disks, whatever the store or the way to it does."""
 
-import json
-import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,59 +17,21 @@ from megatron_lite.checkpoint.manifest import attempt_directory
 from megatron_lite.checkpoint.remote import (
     Mirror,
     finalize_remote,
-    publish_remote,
-    refresh_remote_views,
     upload_attempt,
 )
 from megatron_lite.checkpoint.remote_retention import retire_remote, sweep_remote
 from megatron_lite.checkpoint.stores import (
     Store,
     check_exclusive,
-    check_url,
-    is_url,
-    local_path,
     open_store,
-    without_secrets,
 )
 from megatron_lite.errors import DamagedError, UserError
 from megatron_lite.mesh.groups import local_group
+from tests.checkpoint.stored import Flaky, flaky_store, save_remote
 from tests.checkpoint.tiny import NONCE, holds_step, save_cut
 
 memory = pytest.importorskip("fsspec.implementations.memory")
 local = pytest.importorskip("fsspec.implementations.local")
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    """A place in memory that no other test uses."""
-    place = f"memory://{uuid.uuid4().hex}/run"
-    yield place
-    if memory.MemoryFileSystem().exists(place.rpartition("/")[0]):
-        memory.MemoryFileSystem().rm(place.rpartition("/")[0], recursive=True)
-
-
-def save_remote(
-    store: Store, stage: Path, step: int, size: int = 2, *, replace: bool = False
-) -> None:
-    """Play all ranks of a save into a store, one after the other."""
-    if not (stage / "attempts" / f"{step}-0-{NONCE}").exists():
-        save_cut(stage, step, size)
-    attempt = f"{step}-0-{NONCE}"
-    for rank in range(size):
-        upload_attempt(store, stage, attempt, rank)
-    mirror = Mirror(store, stage / "finalizer")
-    plan = CommitPlan(attempt, step, 0, size, {"iteration": step})
-    manifest, sha256 = finalize_remote(mirror, plan, FileSystem())
-    publish_remote(store, mirror.root, manifest, sha256, replace=replace)
-    refresh_remote_views(store, step, attempt)
-
-
-@pytest.fixture
-def filled(url: str, tmp_path: Path) -> str:
-    """Steps 1 and 2, each saved by two ranks."""
-    for step in (1, 2):
-        save_remote(open_store(url), tmp_path / "stage", step)
-    return url
 
 
 # ---- loading ---------------------------------------------------------------------------------
@@ -181,42 +141,6 @@ def test_names_that_do_not_belong_to_a_checkpoint_are_not_mirrored(filled: str) 
 
 
 # ---- a store that fails ----------------------------------------------------------------------
-class Flaky:
-    """A file system of which one operation, or all from one on, fail: undone, or done and lost."""
-
-    OPERATIONS = ("ls", "info", "cat_file", "put_file", "pipe_file", "rm_file", "modified")
-
-    def __init__(
-        self, inner: Any, fail_at: int | None = None, lost: bool = False, forever: bool = False
-    ):
-        self.count = 0
-        self._inner, self._fail_at, self._lost, self._forever = inner, fail_at, lost, forever
-
-    def __getattr__(self, name: str) -> Any:
-        work = getattr(self._inner, name)
-        return self._counted(work) if name in self.OPERATIONS else work
-
-    def _counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            index, self.count = self.count, self.count + 1
-            hit = self._fail_at is not None and (
-                index >= self._fail_at if self._forever else index == self._fail_at
-            )
-            if hit and not self._lost:
-                raise TimeoutError("the store does not answer")
-            result = work(*args, **kwargs)
-            if hit:
-                raise TimeoutError("the answer was lost")
-            return result
-
-        return counted
-
-
-def flaky_store(url: str, **faults: Any) -> tuple[Store, Flaky]:
-    fs = Flaky(memory.MemoryFileSystem(), **faults)
-    return Store(url, fs, sleep=lambda seconds: None), fs
-
-
 def count_operations(tmp_path: Path) -> int:
     place = f"memory://{uuid.uuid4().hex}/run"
     store, fs = flaky_store(place)
@@ -405,66 +329,3 @@ def test_only_old_attempts_that_no_pointer_names_are_swept(filled: str, tmp_path
     assert sweep_remote(Mirror(store), 8) == []
     assert sweep_remote(Mirror(store), 8, older_than=0.0) == [f"7-0-{NONCE}"]
     assert [holds_step(open_checkpoint(filled, s), s) for s in (1, 2, 8)] == [True] * 3
-
-
-# ---- URLs ------------------------------------------------------------------------------------
-def test_what_is_a_url() -> None:
-    assert is_url("s3://bucket/run") and is_url("memory://x")
-    assert not is_url("/data/run") and not is_url("runs/a:b") and not is_url("file:///data/run")
-    assert local_path("file:///data/run") == Path("/data/run") == local_path("/data/run")
-
-
-@pytest.mark.parametrize(
-    "place", ["s3://KEY:SECRET@bucket/run", "https://host/run?sig=SECRET", "s3://SECRET@bucket"]
-)
-def test_row_52e_credentials_in_a_url_are_refused_and_not_repeated(place: str) -> None:
-    for work in (check_url, find_checkpoint, open_store):
-        with pytest.raises(UserError, match="credentials belong in the environment") as caught:
-            work(place)
-        assert "SECRET" not in str(caught.value)
-    assert "SECRET" not in without_secrets(f"GET {place} failed")
-
-
-@pytest.mark.parametrize("place", ["nosuch://bucket/run", "s3://bucket/run"])
-def test_a_store_that_cannot_be_opened_is_one_message(place: str) -> None:
-    try:
-        import s3fs  # noqa: F401
-    except ImportError:
-        pass
-    else:
-        if place.startswith("s3"):
-            pytest.skip("the client of s3:// is installed")
-    with pytest.raises(UserError, match=place.partition(":")[0]):
-        find_checkpoint(place)
-
-
-def test_a_staging_directory_without_room_is_named(
-    filled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    mirror = Mirror(open_store(filled), tmp_path / "staging")
-    checkpoint = open_checkpoint(filled, verify="structure")
-    del checkpoint
-    found = find_checkpoint(filled, verify="structure", mirror=mirror)
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(DamagedError, match="no space left"):
-        mirror.fetch(found.directory / "rank00000.safetensors", 0, 8)
-
-
-def test_a_staging_directory_that_cannot_be_made_is_told(filled: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file"):
-        load_newest(
-            filled, local_group("world"), lambda c: None, staging=str(tmp_path / "file" / "x")
-        )
-
-
-def test_the_inspecting_tool_takes_a_url(filled: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from tools.inspect_checkpoint import main
-
-    assert main([filled, "--verify", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["directory"] == f"{filled}/attempts/2-0-{NONCE}"
-    assert report["step"] == 2
