@@ -25,7 +25,7 @@ from megatron_lite.resilience.signals import (
 )
 from megatron_lite.train.save_schedule import FIRST_STEPS, SaveSchedule
 from tests.cases.ranks import program
-from tests.cases.test_background import MODES
+from tests.cases.test_async import MODES
 from tests.checkpoint.faulty import Fault, encode
 from tests.checkpoint.test_background import is_alive
 from tests.pool import RankExit, RankPool, fork_ranks
