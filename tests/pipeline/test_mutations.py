@@ -45,8 +45,8 @@ def test_every_damage_to_a_small_table_is_refused_or_equivalent(name: str) -> No
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_damage_is_refused_or_equivalent(name: str) -> None:
-    total, survivors = count_survivors(name, 4, 8, stride=3)
-    assert total > 20_000
+    total, survivors = count_survivors(name, 4, 8, stride=1)
+    assert total > 5000
     assert survivors <= total // 100
 
 
