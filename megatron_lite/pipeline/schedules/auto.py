@@ -2,9 +2,9 @@
 
 Every fixed schedule of the same ranks and chunks is played against the expected costs, and
 so are these schedules with their waits filled anew for these costs, and orders that a
-greedy scheduler makes under several policies; the
-fastest within the limit wins, the one with less memory among equals. So the result is
-never slower than the best fixed schedule, by the simulator.
+greedy scheduler makes under several policies; the fastest within the limit wins, the one
+with less memory among equals. So the result is never slower than the best fixed schedule,
+by the simulator.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Policy:
 
     Attributes:
         warm_up: forwards that a rank does before backwards have preference, as a multiple
-            of the stages between it and the last one; None: as memory allows.
+            of the stages between it and the last one; None: they always have it.
         patience: a W is not started if something better is known to come within this part
             of its time.
         keep: activations that each earlier chunk leaves free for the later ones.
