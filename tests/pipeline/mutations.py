@@ -15,32 +15,46 @@ from megatron_lite.pipeline.actions import COMPUTE, Action, Kind, Schedule
 
 
 def mutants(schedule: Schedule, stride: int = 1) -> Iterator[tuple[str, Schedule]]:
-    """Drop, duplicate, swap and move every action, to every place of its rank and the other's.
+    """Drop, repeat, swap, move and give away to another rank: every action, every place.
 
     Args:
-        stride: take every so many of the pairs; 1 is all of them.
+        stride: take every so many of all of them, whatever their kind.
     """
+    for number, (kind, rank, i, j) in enumerate(_damages(schedule)):
+        if number % stride == 0:
+            yield f"{kind} {schedule.ranks[rank][i]} {j}", _damage(schedule, kind, rank, i, j)
+
+
+def _damages(schedule: Schedule) -> Iterator[tuple[str, int, int, int]]:
+    """(kind, rank, place, other place or rank)."""
     for rank, row in enumerate(schedule.ranks):
-        others = [k for k in range(len(schedule.ranks)) if k != rank]
         places = range(len(row))
         for i in places:
-            yield f"drop {row[i]}", _with(schedule, rank, (*row[:i], *row[i + 1 :]))
-            yield f"repeat {row[i]}", _with(schedule, rank, (*row[: i + 1], *row[i:]))
-            for other in others:
-                target = schedule.ranks[other]
-                moved = _with(schedule, rank, (*row[:i], *row[i + 1 :]))
-                k = i % (len(target) + 1)
-                yield f"give away {row[i]}", _with(moved, other, (*target[:k], row[i], *target[k:]))
-        pairs = [(i, j) for i in places for j in places if i != j]
-        for i, j in pairs[::stride]:
-            if i < j:
-                swapped = list(row)
-                swapped[i], swapped[j] = row[j], row[i]
-                yield f"swap {row[i]} and {row[j]}", _with(schedule, rank, tuple(swapped))
-            rest = [*row[:i], *row[i + 1 :]]
-            rest.insert(j, row[i])
-            if tuple(rest) != row and abs(i - j) > 1:  # neighbours are swapped already
-                yield f"move {row[i]} to {j}", _with(schedule, rank, tuple(rest))
+            yield "drop", rank, i, -1
+            yield "repeat", rank, i, -1
+            yield from (("give", rank, i, k) for k in range(len(schedule.ranks)) if k != rank)
+            yield from (("swap", rank, i, j) for j in range(i + 1, len(row)))
+            # Moves to a neighbour's place are swaps.
+            yield from (("move", rank, i, j) for j in places if abs(i - j) > 1)
+
+
+def _damage(schedule: Schedule, kind: str, rank: int, i: int, j: int) -> Schedule:
+    row = schedule.ranks[rank]
+    without = (*row[:i], *row[i + 1 :])
+    if kind == "repeat":
+        return _with(schedule, rank, (*row[: i + 1], *row[i:]))
+    if kind == "swap":
+        swapped = list(row)
+        swapped[i], swapped[j] = row[j], row[i]
+        return _with(schedule, rank, tuple(swapped))
+    if kind == "move":
+        return _with(schedule, rank, (*without[:j], row[i], *without[j:]))
+    dropped = _with(schedule, rank, without)
+    if kind == "give":
+        target = schedule.ranks[j]
+        place = min(i, len(target))
+        return _with(dropped, j, (*target[:place], row[i], *target[place:]))
+    return dropped
 
 
 def _with(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Schedule:

@@ -27,32 +27,40 @@ def count_survivors(name: str, num_ranks: int, microbatches: int, stride: int) -
     return total, survivors
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_damaged_tables_are_refused_or_equivalent(name: str) -> None:
-    total, survivors = count_survivors(name, 4, 8, stride=151)
-    assert total > 500
-    assert survivors <= total // 100
+def check_rates(stride: int, stride_of_two_chunks: int) -> None:
+    """99 of 100 of the whole set are refused, and of no schedule's less than 98.5."""
+    all_mutants = all_survivors = 0
+    for name in NAMES:
+        chunks = FIXED_CHUNKS.get(name, 2)
+        step = stride if chunks == 1 else stride_of_two_chunks
+        total, survivors = count_survivors(name, 4, 16, step)
+        assert survivors <= 0.015 * total, name
+        all_mutants += total
+        all_survivors += survivors
+    assert all_mutants >= 4000
+    assert all_survivors <= all_mutants // 100
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_damaged_tables_are_refused_or_equivalent() -> None:
+    check_rates(101, 601)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_every_seventh_damage_is_refused_or_equivalent() -> None:
+    check_rates(7, 7)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
 def test_every_damage_to_a_small_table_is_refused_or_equivalent(name: str) -> None:
     total, survivors = count_survivors(name, 2, 4, stride=1)
     assert total > 1000
     assert survivors < 0.02 * total  # of so few actions more pairs are neighbours that commute
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_damage_is_refused_or_equivalent(name: str) -> None:
-    total, survivors = count_survivors(name, 4, 8, stride=1)
-    assert total > 5000
-    assert survivors <= total // 100
-
-
 def test_dropped_and_repeated_actions_never_pass() -> None:
     schedule = SCHEDULES["zbv"](3, 2, 5)
-    for what, mutant in mutants(schedule, stride=10**9):
+    for what, mutant in mutants(schedule, stride=3):
         if what.split()[0] in ("drop", "repeat", "give"):
             with pytest.raises(ScheduleError):
                 check_schedule(mutant)
