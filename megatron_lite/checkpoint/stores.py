@@ -49,6 +49,26 @@ def local_path(place: str | Path) -> Path:
     return Path(text[len("file://") :] if text.lower().startswith("file://") else text)
 
 
+def directory_only(flag: str, text: str) -> Path:
+    """Return the path of a directory; a URL would pass for the name of one here.
+
+    Raises:
+        UserError: it is a URL of a store.
+    """
+    if is_url(text):
+        raise UserError(f"{flag} {without_secrets(text)}: must be a directory, not a URL")
+    return local_path(text)
+
+
+def same_place(one: str | None, other: str | None) -> bool:
+    """Whether two directories given by the user are one, however they are spelled."""
+    if one is None or other is None:
+        return False
+    if is_url(one) or is_url(other):
+        return one.rstrip("/") == other.rstrip("/")
+    return os.path.realpath(local_path(one)) == os.path.realpath(local_path(other))
+
+
 def check_url(url: str) -> None:
     """Refuse a URL that holds credentials or more than a place.
 

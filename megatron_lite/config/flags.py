@@ -168,6 +168,8 @@ def convert_word(option: Option, word: str) -> Any:
         except ValueError:
             words = "".join(f" or {word}" for word in option.words)
             raise ValueError(f"'{word}' is not an integer{words}") from None
+        if value.bit_length() > 63:
+            raise ValueError(f"'{word}' does not fit 64 bits")
     elif option.kind == "float":
         try:
             value = float(word)

@@ -233,6 +233,14 @@ RUN_RULES: tuple[Rule, ...] = (
             "and logs: give PROTOCOL://BUCKET/FOLDER, and them in the environment"
         ),
     ),
+    Rule(
+        "save-outlives-run",
+        lambda f: (f.config.save or "").lower().startswith("memory://"),
+        lambda f: (
+            f"--save {f.config.save}: lies in the memory of one process, where no other process "
+            "sees it and nothing is left of it at the end: save to a directory or a store"
+        ),
+    ),
     needs_rule("keep-needs-save", "keep_last", "save"),
     needs_rule("overwrite-needs-save", "overwrite_save", "save"),
     needs_rule("step-needs-load", "ckpt_step", "load"),

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from megatron_lite.checkpoint.resume import (
     schedule_changes,
 )
 from megatron_lite.checkpoint.state import check_state, is_converted
+from megatron_lite.checkpoint.stores import local_path, same_place
 from megatron_lite.errors import UserError
 from megatron_lite.optim.schedule import RateSchedule
 from megatron_lite.shard.pieces import StatePiece
@@ -155,8 +155,8 @@ def _accept_nothing(core: Core, error: NoCheckpoint) -> str:
     """Say in one line that there is nothing to load, or refuse."""
     config = core.config
     assert config.load is not None
-    foreign = (Path(config.load) / TRACKER_FILE).exists()
-    is_first = config.load == config.save and config.ckpt_step is None and not foreign
+    foreign = (local_path(config.load) / TRACKER_FILE).exists()
+    is_first = same_place(config.load, config.save) and config.ckpt_step is None and not foreign
     if is_first and not config.exit_on_missing_checkpoint:
         return f"--load {config.load} is empty: this is a fresh start"
     if config.allow_missing_checkpoint:

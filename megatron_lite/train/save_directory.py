@@ -24,7 +24,7 @@ from megatron_lite.checkpoint.remote_save import (
 from megatron_lite.checkpoint.retention import abandoned_attempts
 from megatron_lite.checkpoint.save import check_writable
 from megatron_lite.checkpoint.shared import check_shared
-from megatron_lite.checkpoint.stores import is_url
+from megatron_lite.checkpoint.stores import is_url, local_path, same_place
 from megatron_lite.checkpoint.together import every_rank, first_rank
 from megatron_lite.errors import UserError
 from megatron_lite.train.parts import Core
@@ -52,7 +52,7 @@ def join_save_directory(core: Core) -> Iterator[Joined]:
     if core.config.save is None:
         yield Joined()
         return
-    root, world = Path(core.config.save), core.groups.world
+    root, world = local_path(core.config.save), core.groups.world
     if is_url(core.config.save):
         yield Joined(join_store(core.config.save, core))
         return
@@ -100,9 +100,9 @@ def check_save_directory(core: Core, restored: Restored) -> None:
     published = (
         first_rank(lambda: remote_steps(place), world, Path(place))
         if is_url(place)
-        else published_steps(Path(place))
+        else published_steps(local_path(place))
     )
-    replaceable = restored.passed_over if config.load == config.save else ()
+    replaceable = restored.passed_over if same_place(config.load, config.save) else ()
     ahead = [
         step
         for step in published

@@ -13,6 +13,7 @@ from megatron_lite.checkpoint.stores import (
     is_url,
     local_path,
     open_store,
+    same_place,
     without_secrets,
 )
 from megatron_lite.errors import DamagedError, UserError
@@ -24,6 +25,16 @@ def test_what_is_a_url() -> None:
     assert is_url("s3://bucket/run") and is_url("memory://x")
     assert not is_url("/data/run") and not is_url("runs/a:b") and not is_url("file:///data/run")
     assert local_path("file:///data/run") == Path("/data/run") == local_path("/data/run")
+
+
+def test_a_place_is_the_same_however_it_is_spelled(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    run = str(tmp_path / "run")
+    for other in (f"{run}/", f"{tmp_path}/x/../run", f"file://{run}", str(tmp_path / "link")):
+        assert same_place(run, other), other
+    assert same_place("s3://bucket/run", "s3://bucket/run/")
+    assert not same_place(run, f"{run}2") and not same_place("s3://bucket/run", "bucket/run")
+    assert not same_place(None, None)
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,11 @@ def test_underscores_are_explained():
 
 def test_all_faults_of_a_line_are_told():
     words = "--nonsense 1 --num-layers two --lr nan --optimizer adamm stray --swiglu=maybe --seed"
+    words += f" --ckpt-step {2**63}"
     message = refusal(words.split())
     for part in (
-        "7 faults",
+        "8 faults",
+        f"'{2**63}' does not fit 64 bits",
         "unknown flag --nonsense",
         "'two' is not an integer",
         "'nan' is not a finite number",

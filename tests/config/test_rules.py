@@ -169,6 +169,7 @@ CASES = [
     ("keep", "--keep-last 2", "keep-needs-save"),
     ("url-key", "--load s3://KEY:SECRET@bucket/run", "url-credentials"),
     ("url-token", "--save gs://b/run?token=SECRET --save-interval 5", "url-credentials"),
+    ("memory-save", "--save memory://run --save-interval 5", "save-outlives-run"),
     ("ckpt-step", "--ckpt-step 5", "step-needs-load"),
     ("missing", "--load x --exit-on-missing-checkpoint --allow-missing-checkpoint",
      "missing-checkpoint"),
