@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.pipes import Child, Ended
 WRITER = ("megatron_lite.checkpoint.writer",)
 FINALIZER = ("megatron_lite.checkpoint.finalizer",)
 CLOSE_SECONDS = 5.0
+LATE_SECONDS = 5.0
 
 
 def _failure(message: str) -> dict[str, str]:
@@ -43,17 +44,26 @@ class Writer:
 
     def start(self) -> None:
         """Start the process if it is not there: it gets ready while the snapshot is taken."""
+        with suppress(OSError):  # `submit` tries again, and then it is a failure of the save
+            self._ready()
+
+    def _ready(self) -> Child:
         if self._child is None:
             self._child = Child(self._words, [self._memory[0]])
+        return self._child
 
     def submit(self, job: Mapping[str, Any]) -> None:
         """Ask for a write; the writer must not be busy."""
         assert not self.is_busy
-        self.start()
-        assert self._child is not None
+        try:
+            child = self._ready()
+        except OSError as error:
+            failure = _failure(f"the writer process cannot be started: {error.strerror}")
+            self._reply = {"attempt": job["attempt"], "failure": failure}
+            return
         self._attempt, self._reply = job["attempt"], None
         with suppress(Ended):  # `poll` tells it
-            self._child.send({**job, "memory": self._memory[0], "memory_bytes": self._memory[1]})
+            child.send({**job, "memory": self._memory[0], "memory_bytes": self._memory[1]})
 
     def poll(self, wait_seconds: float | None = 0.0) -> dict[str, Any] | None:
         """Return the reply to the last request, once it is there; None before."""
@@ -69,6 +79,15 @@ class Writer:
         if reply is not None:
             self._attempt, self._reply = None, reply
         return self._reply
+
+    def free(self, wait_seconds: float = LATE_SECONDS) -> None:
+        """Have the snapshot free again, after the end of the attempt that it was written for.
+
+        A process that still reads it hangs in its write, or is stopped: it is killed.
+        """
+        if self.poll(wait_seconds) is None and self._child is not None and self.is_busy:
+            self._child.kill()
+            self._child, self._attempt = None, None
 
     def close(self, wait_seconds: float = CLOSE_SECONDS) -> None:
         """Let the process end; it finishes a write that it has."""
@@ -139,7 +158,13 @@ class Finalizer:
     def _send_job(self) -> None:
         assert self._job is not None
         if self._child is None:
-            self._child = Child(self._words)
+            try:
+                self._child = Child(self._words)
+            except OSError as error:
+                message = f"the finalizer process cannot be started: {error.strerror}"
+                self._reply = {"bytes": 0, "notes": [], "failure": _failure(message)}
+                self._job = None
+                return
         with suppress(Ended):  # `poll` tells it
             self._child.send(self._job.to_json())
         if self._aborted is not None:

@@ -167,10 +167,15 @@ class Inbox:
 def carry_out(job: Job, inbox: Inbox, files: FileSystem, patience: Patience) -> dict[str, Any]:
     """End one attempt; return the reply."""
     request = job.request
-    lock = WriterLock(request.root, request.plan.attempt, files)
     failure: dict[str, str] | None = None
     num_bytes = 0
     notes: tuple[str, ...] = ()
+    try:
+        lock = WriterLock(request.root, request.plan.attempt, files)
+    except OSError as error:  # the save directory was removed, or is full
+        told = storage_error(error, request.directory)
+        failure = {"kind": type(told).__name__, "message": str(told)}
+        return {"attempt": request.plan.attempt, "bytes": 0, "notes": [], "failure": failure}
     try:
         wait_for_receipts(request, inbox, patience)
         num_bytes = publish_attempt(request, files, fenced=True).num_bytes

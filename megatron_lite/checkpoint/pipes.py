@@ -113,16 +113,21 @@ class Child:
 
     def __init__(self, words: Sequence[str], pass_fds: Sequence[int] = ()):
         paths = [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", words[0], str(os.getpid()), *words[1:]],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            pass_fds=tuple(pass_fds),
-            # Not in the job's process group: a signal to the group is not for it.
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
-        )
+        # Held until the child ignores them: before, one to the job's group would end it.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", words[0], str(os.getpid()), *words[1:]],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=tuple(pass_fds),
+                # Not in the job's process group: a signal to the group is not for it.
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self._replies = self._process.stdin, self._process.stdout
         self._lines = Lines(self._replies.fileno())
@@ -148,6 +153,11 @@ class Child:
         """
         return self._lines.take(wait_seconds)
 
+    def kill(self) -> None:
+        """End the child at once, even a stopped one."""
+        self._process.kill()
+        self.close(1.0)
+
     def ending(self) -> str:
         """Say how the child ended, for a message."""
         with suppress(subprocess.TimeoutExpired):
@@ -170,3 +180,4 @@ def ignore_signals() -> None:
     """First thing in a child: what stops the training must not stop what it saves."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)

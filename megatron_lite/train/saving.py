@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint.attempt import SaveRequest, discard, mark_failed, write_rank
@@ -23,7 +22,7 @@ from megatron_lite.checkpoint.finalizer import Job, failure_error
 from megatron_lite.checkpoint.retention import WriterLock
 from megatron_lite.checkpoint.save import begin_save
 from megatron_lite.checkpoint.snapshot import SnapshotBuffer
-from megatron_lite.checkpoint.stores import is_url, make_staging
+from megatron_lite.checkpoint.stores import is_url, local_path, make_staging
 from megatron_lite.checkpoint.tensors import WHOLE, Share, StateEntry, take_snapshot
 from megatron_lite.checkpoint.together import every_rank, first_rank
 from megatron_lite.checkpoint.writer import describe_job
@@ -56,6 +55,9 @@ def state_entries(core: Core) -> list[StateEntry]:
         for piece in core.optimizer.state_pieces()
         if piece.kind == "param" or not config.no_save_optim
     ]
+
+
+POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Saver:
     ):
         config, self._world = core.config, core.groups.world
         self._config = config
-        self._root, self._store = Path(config.save or ""), None
+        self._root, self._store = local_path(config.save or ""), None
         if config.save is not None and is_url(config.save):
             self._store = config.save
             self._root = make_staging(config.ckpt_staging_dir, "save")
@@ -171,7 +173,7 @@ class Saver:
         entries = state_entries(parts)
         described = describe_state(parts, state, take_canary(parts, state))
         if self._writer is not None:
-            self._writer.poll(None)  # it may still read the snapshot of a save that failed
+            self._writer.free()  # it may still read the snapshot of a save that failed
             self._writer.start()
         request, lock = begin_save(
             self._root,
@@ -318,8 +320,15 @@ class Saver:
         """
         if self._flight is not None:
             if self._writer is not None:
-                self._writer.poll(None)
+                while self._writer.poll(POLL_SECONDS) is None and not self._is_over(self._flight):
+                    pass
             self.settle(parts)
+
+    def _is_over(self, flight: _Flight) -> bool:
+        """Whether an attempt has ended although this rank's writer has not."""
+        if self._world.rank == 0:
+            return self._finalizer.poll() is not None
+        return self._store is None and not flight.request.directory.exists()
 
     def _abandon(self) -> None:
         """Remove what a failed save in the foreground has left."""

@@ -1,7 +1,10 @@
 """Writer and finalizer as processes: they finish what they have, and leave nothing behind."""
 
+import errno
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -127,6 +130,56 @@ def test_a_writer_that_dies_is_one_failed_save(tmp_path: Path) -> None:
     assert run.writer.poll(None)["failure"] is None
     assert run.finalizer.poll(None)["failure"] is None
     assert published_steps(tmp_path / "save") == [2]
+    run.close()
+
+
+def test_processes_that_cannot_be_started_are_one_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    run = Background(tmp_path / "save", [], [])
+    with monkeypatch.context() as refused:
+        refused.setattr(subprocess, "Popen", refuse)
+        run.writer.start()
+        run.save(1)
+        for child, name in ((run.writer, "writer"), (run.finalizer, "finalizer")):
+            failure = child.poll(None)["failure"]
+            assert failure["message"] == (
+                f"the {name} process cannot be started: Too many open files"
+            )
+    run.save(2)
+    assert run.writer.poll(None)["failure"] is None
+    assert run.finalizer.poll(None)["failure"] is None
+    assert published_steps(tmp_path / "save") == [2]
+    run.close()
+
+
+def test_a_save_directory_that_is_gone_is_one_failed_save(tmp_path: Path) -> None:
+    run = Background(tmp_path / "save", [], [])
+    run.save(1)
+    assert run.finalizer.poll(None)["failure"] is None
+    request = Roles(tmp_path / "save", 2).begin()
+    shutil.rmtree(tmp_path / "save")
+    run.finalizer.submit(Job(request, None, None))
+    failure = run.finalizer.poll(None)["failure"]
+    assert failure["kind"] in ("UserError", "DamagedError")
+    assert f"{request.directory}.lock: No such file" in failure["message"]
+    run.close()
+
+
+def test_signals_of_the_first_moment_do_not_end_a_process(tmp_path: Path) -> None:
+    """Before it ignores them they are held, in it and not in the rank."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    run = Background(tmp_path / "save", [], [])
+    run.save(1)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    for pid in (run.writer._child.pid, run.finalizer.pid):
+        for number in IGNORED_SIGNALS:
+            os.kill(pid, number)
+    assert run.writer.poll(None)["failure"] is None
+    assert run.finalizer.poll(None)["failure"] is None
     run.close()
 
 

@@ -153,6 +153,22 @@ def test_a_failure_that_leaves_no_trace_in_the_attempt_reaches_the_other_ranks(
     assert published_steps(run.save) == [2]
 
 
+def test_a_writer_that_hangs_in_a_save_that_failed_does_not_stop_the_training(
+    tmp_path: Path,
+) -> None:
+    """Rank 1's writer is stopped, for ever, while rank 0's disk is full."""
+    stopped = Fault("create", r"attempts/2-1-.*/rank00001\.safetensors", signal=signal.SIGSTOP)
+    full = Fault("create", r"attempts/2-1-.*/rank00000\.safetensors", errno=FULL)
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    seen = Fault("never", "", kill_all=str(pids))
+    run = Run(tmp_path, "async", [stopped, full, seen], "--save-failure-policy", "continue")
+    assert run.codes == {0}
+    assert run.names[:2] == [("save_failed", 2), ("save", 4)]
+    assert published_steps(run.save) == [10, 8, 6, 4]
+    assert not any(is_alive(int(child.name)) for child in pids.iterdir())
+
+
 def test_row_34_a_save_waits_for_the_one_in_flight(tmp_path: Path) -> None:
     """The writers begin with step 2 when step 4 is done, which wants to save, too."""
     metrics = tmp_path / "metrics.jsonl"
