@@ -35,6 +35,7 @@ from megatron_lite.checkpoint.convert.transform import (
     plain_norms,
     to_dtype,
 )
+from megatron_lite.checkpoint.stores import directory_only
 from megatron_lite.data.exits import run_tool
 from megatron_lite.errors import UserError
 
@@ -128,7 +129,7 @@ def parse_size(text: str) -> int:
 
 def open_bundle(args: argparse.Namespace, source: str, stack: ExitStack) -> Bundle:
     """Read what the source declares; its tensors are read when they are written."""
-    place = Path(args.load_dir)
+    place: Path = args.load_dir
     if source == "native":
         return read_native(place, args.step, masters=args.dtype in ("float32", "float64"))
     if source == "hf":
@@ -182,7 +183,7 @@ def check_places(load: Path, save: Path, overwrite: bool) -> None:
 
 def write_bundle(args: argparse.Namespace, target: str, bundle: Bundle) -> str:
     """Write the target; return what it is, in words."""
-    place = Path(args.save_dir)
+    place: Path = args.save_dir
     if target == "native":
         result = write_native(bundle, place, overwrite=args.overwrite)
         return f"checkpoint of step 0 in {result.directory}"
@@ -223,7 +224,9 @@ def convert(args: argparse.Namespace) -> int:
         raise UserError(f"--model-type {args.model_type} is not supported; legal: GPT")
     check_options(args, source, target)
     parse_size(args.max_shard_size)
-    check_places(Path(args.load_dir), Path(args.save_dir), args.overwrite)
+    args.load_dir = directory_only("--load-dir", args.load_dir)
+    args.save_dir = directory_only("--save-dir", args.save_dir)
+    check_places(args.load_dir, args.save_dir, args.overwrite)
     started = time.monotonic()
     with ExitStack() as stack:
         bundle = with_tokenizer(open_bundle(args, source, stack), args.tokenizer_dir)

@@ -15,6 +15,7 @@ without --base the first input is the base. One process.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,9 +39,11 @@ from megatron_lite.checkpoint.merge import (
     best_trial,
     combine,
     ema_weights,
+    load_finite,
     offset_coefficients,
     search_weights,
 )
+from megatron_lite.checkpoint.stores import directory_only
 from megatron_lite.config.architecture import architecture_facts
 from megatron_lite.config.schema import Config, DataConfig, flag_fields
 from megatron_lite.data.exits import run_tool
@@ -195,7 +198,7 @@ def search(
     from megatron_lite.train.candidates import open_bench
 
     low, high = args.search_range
-    if not low < high or args.search_steps < 2 or args.search_rounds < 1:
+    if not -math.inf < low < high < math.inf or args.search_steps < 2 or args.search_rounds < 1:
         raise UserError("--search-range LOW < HIGH, --search-steps at least 2, --search-rounds 1")
     config = with_precision(evaluation_config(args, models[0]), dtype)
     count = len(models) - 1
@@ -252,6 +255,7 @@ def merge(args: argparse.Namespace) -> int:
     if args.search and args.base is None and len(args.inputs) < 2:
         raise UserError("--search needs --base and an input, or two inputs")
     coefficients = None if args.search else choose_coefficients(args, len(args.inputs))
+    args.save = directory_only("--save", args.save)
     places = [*([] if args.base is None else [args.base]), *args.inputs]
     models = [open_model(place) for place in places]
     check_alike(models)
@@ -263,10 +267,14 @@ def merge(args: argparse.Namespace) -> int:
     if coefficients is None:
         coefficients = offset_coefficients(search(args, models, sources, dtype))
     told = ", ".join(f"{c:g} x {p}" for c, p in zip(coefficients, places, strict=True))
+    merged = merged_tensors(sources, coefficients, dtype)
     bundle = replace(
         models[0].weights,
         config=with_precision(models[0].weights.config, dtype),
-        tensors=merged_tensors(sources, coefficients, dtype),
+        tensors={
+            name: replace(tensor, load=partial(load_finite, name, tensor.load))
+            for name, tensor in merged.items()
+        },
         source=f"merge of {_recipe(coefficients, models)}",
     )
     result = write_native(bundle, args.save, overwrite=args.overwrite)

@@ -32,8 +32,7 @@ def average_coefficients(weights: Sequence[float], *, normalize: bool) -> Point:
     Raises:
         UserError: the sum is another one, or 0.
     """
-    _check_finite(weights)
-    total = math.fsum(weights)
+    total = _sum(weights)
     if normalize:
         if abs(total) < SUM_TOLERANCE:
             raise UserError("--weights: their sum is 0, which --normalize cannot divide by")
@@ -48,8 +47,7 @@ def average_coefficients(weights: Sequence[float], *, normalize: bool) -> Point:
 
 def offset_coefficients(weights: Sequence[float]) -> Point:
     """Return the coefficients (base first) of base + sum w_i (theta_i - base)."""
-    _check_finite(weights)
-    return (1 - math.fsum(weights), *weights)
+    return (1 - _sum(weights), *weights)
 
 
 def ema_weights(count: int, decay: float) -> Point:
@@ -83,6 +81,21 @@ def combine(
     if total is None:
         raise ValueError("all coefficients are 0")
     return total.to(dtype)
+
+
+def load_finite(name: str, load: Callable[[], Tensor]) -> Tensor:
+    """Load a tensor of the result.
+
+    Raises:
+        UserError: not all of its values are finite.
+    """
+    value = load()
+    if not bool(value.isfinite().all()):
+        raise UserError(
+            f"{name}: merged, it has values that are no finite numbers: an input has some, or the "
+            f"result is beyond {torch.finfo(value.dtype).max:.6g}, the largest of {value.dtype}"
+        )
+    return value
 
 
 @dataclass(frozen=True)
@@ -159,7 +172,11 @@ def _golden_section(f: Callable[[float], float], low: float, high: float, steps:
             values[right] = f(right)
 
 
-def _check_finite(weights: Sequence[float]) -> None:
+def _sum(weights: Sequence[float]) -> float:
     odd = [weight for weight in weights if not math.isfinite(weight)]
     if odd:
         raise UserError(f"--weights {odd[0]}: is no number")
+    try:
+        return math.fsum(weights)
+    except OverflowError:
+        raise UserError("--weights: their sum is too large for a number") from None

@@ -285,3 +285,24 @@ def test_checkpoints_of_a_run_are_merged_and_searched(
     # The result starts a run.
     argv = [*LLAMA, *RUN, "--bf16", "--train-iters", "1", "--load", str(tmp_path / "best")]
     assert build_and(train, argv, 0, 1) == 0
+
+
+def test_weights_and_results_beyond_all_numbers_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = random_weights(1)
+    whole = save_model(tmp_path / "whole", weights)
+    name = next(iter(weights))
+    spoiled = save_model(tmp_path / "nan", weights | {name: weights[name] * float("nan")})
+    out = tmp_path / "out"
+    for words, told in (
+        ([whole, whole, "--weights", "1e308", "1e308"], "sum is too large"),
+        ([whole, spoiled], f"{name}: merged, it has values that are no finite numbers"),
+        ([whole, "--base", whole, "--weights", "1e300"], "beyond 3.40282e+38, the largest of"),
+        ([spoiled, "--base", whole], f"{name}: merged, it has values that are no finite numbers"),
+        ([whole, whole, "--save", "s3://bucket/run"], "--save s3://bucket/run: must be a dir"),
+    ):
+        assert main(["--save", str(out), *words]) == 2, words
+        assert told in capsys.readouterr().err
+        assert not list(out.glob("published/*"))
+    assert main(["--save", str(out), whole, whole]) == 0

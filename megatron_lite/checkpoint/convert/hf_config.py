@@ -18,6 +18,7 @@ from megatron_lite.checkpoint.convert.hf_families import (
     Family,
 )
 from megatron_lite.checkpoint.convert.hf_rope import rope_fields, rope_flags
+from megatron_lite.config.model_rules import LARGEST_LAYERS
 from megatron_lite.config.plan import ModelShape
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
@@ -122,6 +123,8 @@ def _numbers(family: Family, values: Mapping[str, Any], source: str) -> dict[str
             flags[ours] = float(value)
         else:
             flags[ours] = _integer({theirs: value}, theirs, source)
+            if ours == "num_layers" and flags[ours] > LARGEST_LAYERS:
+                raise UserError(f"{source}: {theirs} {value!r} must be at most {LARGEST_LAYERS}")
     return flags
 
 

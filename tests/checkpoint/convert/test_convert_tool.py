@@ -106,6 +106,9 @@ def test_a_target_in_use_and_a_source_that_is_none_are_refused(
     source, native, back = places
     assert main(words("hf", "native", source / "none", native)) == 2
     assert main(words("native", "hf", source, native)) == 2
+    line = ["--from", "hf", "--to", "native", "--load-dir", str(source), "--save-dir"]
+    assert main([*line, "s3://KEY@bucket/run"]) == 2
+    assert "--save-dir s3://...@bucket/run: must be a directory" in capsys.readouterr().err
     assert main(words("hf", "hf", source, source, "--overwrite")) == 2
     assert "must lie outside" in capsys.readouterr().err
     for target in ("native", "hf"):

@@ -73,6 +73,10 @@ REFUSALS = {
     "kv heads that do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     "no number": ({"hidden_size": "64"}, "hidden_size '64'"),
     "a flag as a number": ({"num_hidden_layers": True}, "num_hidden_layers True"),
+    "more layers than there can be": (
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers 1000000000 must be at most",
+    ),
     "negative": ({"vocab_size": -1}, "vocab_size -1"),
     "tie is no flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings 1"),
     "window of a Llama": ({"sliding_window": 32}, "sliding_window 32"),
