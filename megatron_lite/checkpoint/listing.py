@@ -73,7 +73,7 @@ def list_directory(path: str | Path, verify: str) -> tuple[list[ListedStep], lis
 
 
 def _listed(root: Path, step: int, verify: str, mirror: Mirror | None) -> ListedStep:
-    published = None if mirror is not None else _time(pointer_path(root, step).stat().st_mtime)
+    published = None if mirror is not None else _time(pointer_path(root, step).lstat().st_mtime)
     try:
         found = open_published(root, step, verify, mirror)
     except DamagedError as error:

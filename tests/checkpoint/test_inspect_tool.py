@@ -254,3 +254,17 @@ def test_a_store_is_listed_like_a_directory(
     newest, oldest = capsys.readouterr().out.splitlines()
     assert f"damaged: memory:/{place}" in newest
     assert "1 rank(s)" in oldest
+
+
+def test_a_pointer_that_leads_nowhere_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        save_tiny(tmp_path, step)
+    for step, target in ((2, "2.json"), (3, "none")):
+        pointer = tmp_path / "published" / f"{step}.json"
+        pointer.unlink()
+        pointer.symlink_to(target)
+    assert main([str(tmp_path), "--list"]) == 3
+    out = capsys.readouterr().out
+    assert all(f"step        {step}" in out for step in (1, 2, 3))

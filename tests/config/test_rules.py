@@ -291,7 +291,7 @@ def test_rule_ids_are_unique():
     ("flags", "rule"),
     [
         ("--hidden-size 1000000000001", "at-most-hidden-size"),
-        ("--seq-length 99999999999999999999", "at-most-seq-length"),
+        ("--seq-length 9000000000000000000", "at-most-seq-length"),
         ("--vocab-size 100000000000000", "at-most-vocab-size"),
         ("--num-layers 100000000000", "at-most-num-layers"),
         ("--seed 4294967296", "at-most-seed"),
