@@ -1,0 +1,134 @@
+"""The depth axis of a run: stages, their places, and the tables that run them.
+
+Without a pipeline it is the smallest case: one stage, one rank, a table of F, B, REDUCE,
+NORM, STEP. Everything here follows from the schedule, which owns the placement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.config.schema import Config
+from megatron_lite.mesh.collectives import agree
+from megatron_lite.mesh.groups import Groups
+from megatron_lite.mesh.p2p import open_links
+from megatron_lite.pipeline.actions import Action, Schedule
+from megatron_lite.pipeline.channels import list_channels
+from megatron_lite.pipeline.exchange import Exchange, MessageShape
+from megatron_lite.pipeline.passes import forward_only
+from megatron_lite.pipeline.schedules import SCHEDULES
+from megatron_lite.pipeline.verify import check_schedule
+from megatron_lite.spec.stages import StagePart, check_parts
+
+TWO_CHUNKS = ("zbv", "v-half", "v-min", "dualpipev")
+SINGLE = "single"
+
+
+def schedule_name(config: Config, plan: Plan) -> str:
+    """Resolve `--pipeline-schedule`: interleaved with virtual stages, else 1f1b."""
+    if plan.parallel.pp == 1:
+        return SINGLE
+    if config.pipeline_schedule is not None:
+        return config.pipeline_schedule
+    return "interleaved" if plan.parallel.vpp > 1 else "1f1b"
+
+
+def cut_model(num_layers: int, num_stages: int) -> tuple[StagePart, ...]:
+    """Cut a model into stages of equally many layers."""
+    size = num_layers // num_stages
+    parts = tuple(
+        StagePart(
+            stage,
+            tuple(range(stage * size, (stage + 1) * size)),
+            embedding=stage == 0,
+            head=stage == num_stages - 1,
+        )
+        for stage in range(num_stages)
+    )
+    check_parts(parts, num_layers)
+    return parts
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """Stages and tables of a run, seen from one rank.
+
+    Attributes:
+        name: of the schedule.
+        chunks: stages per rank.
+        parts: all stages of the model.
+        placement: stage -> pipeline rank.
+        groups: of this rank.
+        exchange: this rank's messages; empty without a pipeline.
+    """
+
+    name: str
+    chunks: int
+    parts: tuple[StagePart, ...]
+    placement: tuple[int, ...]
+    groups: Groups
+    exchange: Exchange
+    _tables: dict[tuple[int, bool], Schedule] = field(default_factory=dict)
+
+    @property
+    def local_parts(self) -> tuple[StagePart, ...]:
+        """The stages of this rank, ascending."""
+        rank = self.groups.pp.rank
+        return tuple(part for part in self.parts if self.placement[part.stage] == rank)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether losses arise on this rank."""
+        return any(part.head for part in self.local_parts)
+
+    def table(self, num_microbatches: int, *, training: bool = True) -> Schedule:
+        """The verified table of a step, the same on all ranks.
+
+        Comm: the first time for a number of microbatches, one gather of a digest over the
+            world.
+        """
+        key = (num_microbatches, training)
+        if key not in self._tables:
+            schedule = SCHEDULES[self.name](self.groups.pp.size, self.chunks, num_microbatches)
+            if not training:
+                schedule = forward_only(schedule, num_microbatches)
+            check_schedule(schedule)
+            if self.groups.pp.size > 1:
+                agree(schedule.digest(), self.groups.world, "the table of the schedule")
+            self._tables[key] = schedule
+        return self._tables[key]
+
+    def actions(self, num_microbatches: int, *, training: bool = True) -> tuple[Action, ...]:
+        """This rank's actions of `table`."""
+        return self.table(num_microbatches, training=training).ranks[self.groups.pp.rank]
+
+
+def build_pipeline(config: Config, plan: Plan, groups: Groups, device: torch.device) -> Pipeline:
+    """Cut the model, place the stages, and open the channels between ranks.
+
+    Comm: see `open_links`.
+    """
+    name, parallel, model = schedule_name(config, plan), plan.parallel, plan.model
+    chunks = 2 if name in TWO_CHUNKS else parallel.vpp
+    placement = SCHEDULES[name](parallel.pp, chunks, 4 * parallel.pp).placement
+    sequence = model.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
+    message = MessageShape(
+        sequence,
+        model.hidden_size,
+        getattr(torch, plan.precision.compute),
+        device,
+    )
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    links = open_links(list_channels(placement), groups.pp, timeout)
+    return Pipeline(
+        name=name,
+        chunks=chunks,
+        parts=cut_model(model.num_layers, len(placement)),
+        placement=placement,
+        groups=groups,
+        exchange=Exchange(links, placement, message),
+    )
