@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from megatron_lite.checkpoint.arguments import complete_config
+from megatron_lite.checkpoint.stores import is_url
 from megatron_lite.config.flags import parse_config
 from megatron_lite.config.resolve import resolved_yaml
 from megatron_lite.config.rules import check_config
@@ -19,7 +20,7 @@ def run(info: WorldInfo, status: RunStatus) -> int:
     if config.print_config:
         sys.stdout.write(resolved_yaml(config, info.world_size) if info.rank == 0 else "")
         return 0
-    status.save_dir = Path(config.save) if config.save else None
+    status.save_dir = Path(config.save) if config.save and not is_url(config.save) else None
 
     from megatron_lite.train.build import build_run
     from megatron_lite.train.loop import train

@@ -95,6 +95,28 @@ def choose_format(flag: str, value: str | None, plugin_flag: str, plugin: str | 
     return chosen
 
 
+def check_options(args: argparse.Namespace, source: str, target: str) -> None:
+    """Refuse options that mean nothing for these formats.
+
+    Raises:
+        UserError: naming the option and the format that it belongs to.
+    """
+    belongs = (
+        ("--step", args.step is not None, source != "hf", "--from native or megatron"),
+        ("--allow-unused", args.allow_unused, source == "hf", "--from hf"),
+        ("--hf-architecture", args.hf_architecture is not None, target == "hf", "--to hf"),
+        (
+            "--target-tensor-parallel-size and --target-pipeline-parallel-size",
+            (args.target_tensor_parallel_size, args.target_pipeline_parallel_size) != (1, 1),
+            target == "megatron",
+            "--to megatron",
+        ),
+    )
+    for option, is_given, fits, where in belongs:
+        if is_given and not fits:
+            raise UserError(f"{option} has no meaning here: it belongs to {where}")
+
+
 def parse_size(text: str) -> int:
     """Return bytes of a size such as 5GB (decimal), 500MiB (binary) or a plain number."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
@@ -199,6 +221,7 @@ def convert(args: argparse.Namespace) -> int:
     target = choose_format("--to", args.target, "--saver", args.saver)
     if args.model_type != "GPT":
         raise UserError(f"--model-type {args.model_type} is not supported; legal: GPT")
+    check_options(args, source, target)
     parse_size(args.max_shard_size)
     check_places(Path(args.load_dir), Path(args.save_dir), args.overwrite)
     started = time.monotonic()

@@ -238,6 +238,12 @@ def choose_coefficients(args: argparse.Namespace, count: int) -> Point:
     return offset_coefficients(weights)
 
 
+def _recipe(coefficients: Point, models: Sequence[Model]) -> str:
+    """What is remembered of the inputs: names and steps, no paths of this machine."""
+    names = (f"{Path(model.place).name} (step {model.found.step})" for model in models)
+    return ", ".join(f"{c:g} x {name}" for c, name in zip(coefficients, names, strict=True))
+
+
 def merge(args: argparse.Namespace) -> int:
     """Merge; returns the exit code of success."""
     if args.search and (args.weights is not None or args.ema_decay is not None or args.normalize):
@@ -261,7 +267,7 @@ def merge(args: argparse.Namespace) -> int:
         models[0].weights,
         config=with_precision(models[0].weights.config, dtype),
         tensors=merged_tensors(sources, coefficients, dtype),
-        source=f"merge of {told}",
+        source=f"merge of {_recipe(coefficients, models)}",
     )
     result = write_native(bundle, args.save, overwrite=args.overwrite)
     print(f"written: {told} to {result.directory}")

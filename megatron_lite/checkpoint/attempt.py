@@ -36,6 +36,14 @@ from megatron_lite.checkpoint.manifest import (
     receipt_file,
     shard_file,
 )
+from megatron_lite.checkpoint.remote import Mirror, open_mirror
+from megatron_lite.checkpoint.remote_save import (
+    discard_from_store,
+    is_published_in_store,
+    publish_to_store,
+    tidy_store,
+    upload_rank,
+)
 from megatron_lite.checkpoint.retention import WriterLock, retire_checkpoints, sweep_attempts
 from megatron_lite.checkpoint.shards import ShardItem, write_shard
 from megatron_lite.checkpoint.strict_json import encode_json, expect_object, expect_text, parse_json
@@ -57,13 +65,17 @@ class SnapshotPiece:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What all steps of one save share; equal on every rank but for `rank`."""
+    """What all steps of one save share; equal on every rank but for `rank`.
+
+    With `store`, a URL, `root` is this rank's staging directory.
+    """
 
     root: Path
     plan: CommitPlan
     rank: int
     replace: bool
     notes: tuple[str, ...]
+    store: str | None = None
 
     @property
     def directory(self) -> Path:
@@ -71,7 +83,12 @@ class SaveRequest:
 
 
 def create_attempt(
-    root: Path, step: int, epoch: int, overwrite: bool, files: FileSystem
+    root: Path,
+    step: int,
+    epoch: int,
+    overwrite: bool,
+    files: FileSystem,
+    store: str | None = None,
 ) -> tuple[dict[str, Any], WriterLock]:
     """Name and create an attempt, on rank 0.
 
@@ -80,7 +97,12 @@ def create_attempt(
     Returns:
         What the other ranks need to know, as JSON; and the lock that keeps the attempt.
     """
-    replace, notes = _may_replace(root, step, overwrite)
+    if store is None:
+        replace, notes = _may_replace(root, step, overwrite)
+    else:
+        mirror = open_mirror(store, root)
+        mirror.pointers()
+        replace, notes = _may_replace(mirror.root, step, overwrite, mirror)
     attempt = attempt_name(step, epoch, secrets.token_hex(8))
     files.ensure_directory(root / "attempts")
     lock = WriterLock(root, attempt, files)
@@ -92,7 +114,9 @@ def create_attempt(
     return {"attempt": attempt, "replace": replace, "notes": notes}, lock
 
 
-def _may_replace(root: Path, step: int, overwrite: bool) -> tuple[bool, list[str]]:
+def _may_replace(
+    root: Path, step: int, overwrite: bool, mirror: Mirror | None = None
+) -> tuple[bool, list[str]]:
     """Decide early about a step that has a pointer; a damaged one may always be replaced."""
     notes = []
     newer = [other for other in published_steps(root) if other > step]
@@ -103,11 +127,11 @@ def _may_replace(root: Path, step: int, overwrite: bool) -> tuple[bool, list[str
         return False, notes
     if not overwrite:
         try:
-            open_published(root, step, "full")
+            open_published(root, step, "full", mirror)
         except DamagedError as error:
             notes.append(f"replacing the damaged checkpoint of step {step}: {error}")
         else:
-            raise already_published(root, step)
+            raise already_published(root if mirror is None else mirror.store.url, step)
     return True, notes
 
 
@@ -117,7 +141,9 @@ def write_rank(request: SaveRequest, pieces: Iterable[SnapshotPiece], files: Fil
     Returns:
         Bytes of the shard.
     """
-    if not request.directory.is_dir():
+    if request.store is not None:
+        files.ensure_directory(request.directory)
+    elif not request.directory.is_dir():
         raise UserError(
             f"{request.root}: save directory is not shared: rank {request.rank} does not see "
             f"{request.directory}"
@@ -153,6 +179,8 @@ def write_rank(request: SaveRequest, pieces: Iterable[SnapshotPiece], files: Fil
     )
     data = encode_receipt(receipt)
     _write_by_rename(request.directory / receipt_file(request.rank), data, files)
+    if request.store is not None:
+        upload_rank(request.store, request.root, plan.attempt, request.rank)
     return written.size
 
 
@@ -206,6 +234,9 @@ def publish_attempt(request: SaveRequest, files: FileSystem, *, fenced: bool = F
             taken over the directory.
     """
     root, plan = request.root, request.plan
+    if request.store is not None:
+        replace = request.replace
+        return publish_to_store(request.store, root, plan, files, replace=replace, fenced=fenced)
     manifest, sha256 = finalize(root, plan, files)
     with publishing(root, plan.epoch, plan.step, files) if fenced else nullcontext():
         publish(root, manifest, sha256, files, replace=request.replace, alone=fenced)
@@ -222,6 +253,8 @@ def tidy(
 ) -> tuple[str, ...]:
     """Views, retention and sweep. The checkpoint is safe already: trouble here is a note."""
     root, plan = request.root, request.plan
+    if request.store is not None:
+        return tidy_store(request.store, root, plan, keep_last, retain_interval)
     notes = []
     try:
         if fenced and newest_epoch(root) > plan.epoch:
@@ -241,8 +274,10 @@ def tidy(
 
 def discard(request: SaveRequest, lock: WriterLock, files: FileSystem) -> None:
     """Remove a failed attempt; best effort, the next save's sweep finishes what is left."""
-    with suppress(OSError):
+    with suppress(OSError, UserError):
         if not is_published(request):
+            if request.store is not None:
+                discard_from_store(request.store, request.root, request.plan)
             files.remove_tree(request.directory)
         lock.release()
     lock.let_go()
@@ -250,6 +285,8 @@ def discard(request: SaveRequest, lock: WriterLock, files: FileSystem) -> None:
 
 def is_published(request: SaveRequest) -> bool:
     """Whether a failure came after the pointer was made, e.g. in syncing its directory."""
+    if request.store is not None:
+        return is_published_in_store(request.store, request.plan)
     try:
         text = pointer_path(request.root, request.plan.step).read_text(errors="replace")
     except OSError:

@@ -30,13 +30,15 @@ from megatron_lite.checkpoint.commit import CommitPlan
 from megatron_lite.checkpoint.files import FileSystem, storage_error
 from megatron_lite.checkpoint.manifest import receipt_file
 from megatron_lite.checkpoint.pipes import Ended, Lines, ignore_signals, send_line
+from megatron_lite.checkpoint.remote_save import attempt_names
 from megatron_lite.checkpoint.retention import WriterLock
 from megatron_lite.checkpoint.strict_json import expect_object
 from megatron_lite.errors import DamagedError, UserError
 
+STORE_PATIENCE = 6  # times as long where uploads do not show before their end
 _KEYS = (
     *("do", "root", "attempt", "step", "epoch", "world_size", "state"),
-    *("replace", "keep_last", "retain_interval"),
+    *("replace", "keep_last", "retain_interval", "store"),
 )
 
 
@@ -86,6 +88,7 @@ class Job:
             "replace": self.request.replace,
             "keep_last": self.keep_last,
             "retain_interval": self.retain_interval,
+            "store": self.request.store,
         }
 
     @classmethod
@@ -95,7 +98,7 @@ class Job:
         plan = CommitPlan(
             job["attempt"], job["step"], job["epoch"], job["world_size"], job["state"]
         )
-        request = SaveRequest(Path(job["root"]), plan, 0, job["replace"], ())
+        request = SaveRequest(Path(job["root"]), plan, 0, job["replace"], (), job["store"])
         return cls(request, job["keep_last"], job["retain_interval"])
 
 
@@ -208,9 +211,11 @@ def wait_for_receipts(
     """
     ranks = range(request.plan.world_size)
     pause, changed, seen = patience.poll_seconds, clock(), (-1, -1)
+    if request.store is not None:  # each look is a request, and an upload shows at its end
+        pause = patience.slowest_poll_seconds
     while True:
         try:
-            names = set(os.listdir(request.directory))
+            names = _present_names(request)
         except FileNotFoundError:
             raise AttemptFailed(
                 "DamagedError", f"{request.directory}: was removed while it was written"
@@ -226,10 +231,11 @@ def wait_for_receipts(
         fault = inbox.fault_of(request.plan.attempt)
         if fault is not None:
             raise fault
-        size = _present_bytes(request.directory)
+        size = _present_bytes(request.directory) if request.store is None else 0
         if (len(names), size) != seen:
             seen, changed = (len(names), size), clock()
         limit = patience.stall_seconds if inbox.is_open else patience.grace_seconds
+        limit *= 1 if request.store is None else STORE_PATIENCE
         if clock() - changed > limit:
             told = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise AttemptFailed(
@@ -239,6 +245,12 @@ def wait_for_receipts(
             )
         sleep(pause)
         pause = min(pause * 1.5, patience.slowest_poll_seconds)
+
+
+def _present_names(request: SaveRequest) -> set[str]:
+    if request.store is not None:
+        return attempt_names(request.store, request.plan.attempt)
+    return set(os.listdir(request.directory))
 
 
 def _present_bytes(directory: Path) -> int:

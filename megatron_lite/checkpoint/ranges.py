@@ -66,8 +66,10 @@ class RangeReader:
     def finish(self, sha256: str, what: str) -> None:
         """Hash what is left and raise unless all bytes have this sha256."""
         self.skip(self.rest)
-        if self._digest.hexdigest() != sha256:
-            raise DamagedError(f"{what} is damaged (sha256 differs)")
+        found = self._digest.hexdigest()
+        if found != sha256:
+            told = f"expected {sha256[:16]}..., found {found[:16]}..."
+            raise DamagedError(f"{what} is damaged (sha256 differs: {told})")
 
 
 @contextmanager

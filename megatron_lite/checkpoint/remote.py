@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -46,6 +45,7 @@ from megatron_lite.checkpoint.stores import (
     CHUNK_BYTES,
     Store,
     check_space,
+    make_staging,
     open_store,
     write_at,
 )
@@ -137,12 +137,7 @@ class Mirror:
 
     def __init__(self, store: Store, staging: Path | None = None):
         self.store = store
-        try:
-            if staging is not None:
-                staging.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
-            self.root = Path(tempfile.mkdtemp(prefix="megatron_lite-checkpoint-", dir=staging))
-        except OSError as error:
-            raise storage_error(error, staging or Path(tempfile.gettempdir())) from error
+        self.root = make_staging(staging, "mirror")
         self._lock = threading.Lock()
         self._here: dict[Path, list[tuple[int, int]]] = {}
         self._complete: set[str] = set()

@@ -163,8 +163,12 @@ def begin_save(
     overwrite: bool,
     group: Group,
     files: FileSystem,
+    store: str | None = None,
 ) -> tuple[SaveRequest, WriterLock | None]:
     """Rank 0 names and creates the attempt; every rank learns its name from it.
+
+    Args:
+        root: the SAVE directory; with `store`, a URL, this rank's staging directory.
 
     Returns:
         The request of this rank; on rank 0 the lock that keeps the attempt.
@@ -174,11 +178,11 @@ def begin_save(
     locks: list[WriterLock] = []
 
     def create() -> dict[str, Any]:
-        told, lock = create_attempt(root, step, epoch, overwrite, files)
+        told, lock = create_attempt(root, step, epoch, overwrite, files, store)
         locks.append(lock)
         return told
 
     told = first_rank(create, group, root)
     plan = CommitPlan(told["attempt"], step, epoch, group.size, plain_json(state))
-    request = SaveRequest(root, plan, group.rank, told["replace"], tuple(told["notes"]))
+    request = SaveRequest(root, plan, group.rank, told["replace"], tuple(told["notes"]), store)
     return request, locks[0] if locks else None

@@ -5,6 +5,7 @@ pages present from the start and used again for every save, so that a snapshot c
 copy of the state and no page faults. The writer process maps the same pages.
 """
 
+import errno
 import mmap
 import os
 from collections.abc import Sequence
@@ -49,6 +50,8 @@ class SnapshotBuffer:
         self.num_bytes = max(position, mmap.PAGESIZE)
         self.descriptor = -1
         try:
+            if self.num_bytes > available_bytes():
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             self.descriptor = os.memfd_create("checkpoint-snapshot", os.MFD_CLOEXEC)
             os.truncate(self.descriptor, self.num_bytes)
             # Populated: without it the first copy would wait for every page.
@@ -98,6 +101,18 @@ class SnapshotBuffer:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def available_bytes() -> float:
+    """Memory of this node that can be had without swapping; unbounded where nobody says."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return float(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return float("inf")
 
 
 def _pin(mapped: mmap.mmap, tensors: Sequence[Tensor]) -> None:

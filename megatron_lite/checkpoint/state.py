@@ -20,7 +20,7 @@ from megatron_lite import __version__
 from megatron_lite.checkpoint.strict_json import encode_json, plain_json
 from megatron_lite.config.architecture import ARCHITECTURE_FIELDS, architecture_facts
 from megatron_lite.config.plan import ModelShape, ParallelShape
-from megatron_lite.errors import DamagedError
+from megatron_lite.errors import DamagedError, UserError
 
 COUNTERS = (
     "iteration",
@@ -92,10 +92,16 @@ def build_state(**parts: Any) -> dict[str, Any]:
 
 
 def check_state(state: Mapping[str, Any], directory: Path) -> None:
-    """Raise unless the state of a checkpoint has exactly the parts and keys of the list."""
-    if set(state) != set(STATE_KEYS):
-        odd = sorted(set(state) ^ set(STATE_KEYS))
-        raise DamagedError(f"{directory}: its state and this program's differ in {odd}")
+    """Raise unless the state of a checkpoint has exactly the parts and keys of the list.
+
+    Raises:
+        UserError: another version of this program wrote it; nothing is damaged, and an older
+            checkpoint would not be better.
+        DamagedError: a value that no version writes.
+    """
+    odd = sorted(set(state) ^ set(STATE_KEYS))
+    if odd:
+        raise _other_version(state, directory, odd)
     origin = state["origin"]
     if not isinstance(origin, dict) or origin.get("kind") not in ("run", "converted"):
         raise DamagedError(f"{directory}: its origin is {origin!r}, neither a run nor converted")
@@ -103,9 +109,18 @@ def check_state(state: Mapping[str, Any], directory: Path) -> None:
         return
     odd = _odd_keys(state)
     if odd:
-        raise DamagedError(f"{directory}: its state and this program's differ in {odd}")
+        raise _other_version(state, directory, odd)
     if state["config_sha256"] != hash_json(state["config"]):
         raise DamagedError(f"{directory}: its configuration does not match its hash")
+
+
+def _other_version(state: Mapping[str, Any], directory: Path, odd: list[str]) -> UserError:
+    versions = state.get("versions")
+    writer = versions.get("megatron_lite") if isinstance(versions, Mapping) else None
+    return UserError(
+        f"{directory}: written by megatron_lite {writer or 'of an unknown version'}, this is "
+        f"{__version__}: its state and this program's differ in {', '.join(odd)}"
+    )
 
 
 def _odd_keys(state: Mapping[str, Any]) -> list[str]:

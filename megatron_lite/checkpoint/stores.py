@@ -12,13 +12,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_lite.checkpoint.files import USERS_OWN, free_bytes
+from megatron_lite.checkpoint.files import DIRECTORY_MODE, USERS_OWN, free_bytes, storage_error
 from megatron_lite.errors import DamagedError, UserError
 
 # Stores whose clients create an object only if it is absent, in one request. Elsewhere
@@ -223,8 +224,11 @@ def open_store(url: str, filesystem: Any = None) -> Store:
         raise UserError(
             f"{url}: object stores need fsspec: pip install 'megatron_lite[remote]'"
         ) from None
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if url.startswith("local://"):  # a directory used like a store
+        options["auto_mkdir"] = True
     try:
-        found, _ = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        found, _ = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         raise UserError(f"{url}: the client of this store is not installed: {error}") from None
     except Exception as error:
@@ -260,6 +264,20 @@ def check_exclusive(store: Store, nonce: str, allow_unsafe: bool = False) -> Non
             f"{store}: publishing needs to create an object only if it is absent, and {reason}; "
             "--ckpt-allow-unsafe-publish saves there if no other job ever does"
         )
+
+
+def make_staging(parent: str | Path | None, purpose: str) -> Path:
+    """Make a private directory for what comes from or goes to a store.
+
+    Args:
+        parent: where; None is the system's directory for temporary files.
+    """
+    place = Path(tempfile.gettempdir() if parent is None else parent).absolute()
+    try:
+        place.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
+        return Path(tempfile.mkdtemp(prefix=f"megatron_lite-{purpose}-", dir=place))
+    except OSError as error:
+        raise storage_error(error, place) from error
 
 
 def check_space(path: Path, needed: int) -> None:

@@ -27,7 +27,7 @@ from megatron_lite.checkpoint.strict_json import expect_dims, expect_int, expect
 NICENESS = 10  # Megatron's default for its checkpoint workers: the training goes first
 _KEYS = (
     *("do", "root", "attempt", "step", "epoch", "world_size", "rank"),
-    *("memory", "memory_bytes", "pieces"),
+    *("memory", "memory_bytes", "pieces", "store"),
 )
 
 
@@ -48,6 +48,7 @@ def describe_job(
         "epoch": plan.epoch,
         "world_size": plan.world_size,
         "rank": request.rank,
+        "store": request.store,
         "pieces": [
             [p.name, p.item.dtype, p.logical_shape, p.offset, p.item.shape, begin]
             for p, begin in zip(pieces, begins, strict=True)
@@ -93,7 +94,7 @@ def carry_out(job: Any, memory: _Memory, files: FileSystem) -> dict[str, Any]:
     job = expect_object(job, _KEYS, "write request")
     begun, cpu = time.monotonic(), time.process_time()
     plan = CommitPlan(job["attempt"], job["step"], job["epoch"], job["world_size"], {})
-    request = SaveRequest(Path(job["root"]), plan, job["rank"], False, ())
+    request = SaveRequest(Path(job["root"]), plan, job["rank"], False, (), job["store"])
     failure, written = None, 0
     try:
         view = memory.view(job["memory"], job["memory_bytes"])

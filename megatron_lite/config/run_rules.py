@@ -182,7 +182,6 @@ RUN_RULES: tuple[Rule, ...] = (
             "save_interval",
             "save_retain_interval",
             "keep_last",
-            "mean_time_between_failures",
             "max_failed_saves",
             "log_interval",
             "tensorboard_log_interval",
@@ -206,6 +205,17 @@ RUN_RULES: tuple[Rule, ...] = (
         lambda f: (
             f"--save-retain-interval {f.config.save_retain_interval} needs a number of steps in "
             "--save-interval, which is auto: keep checkpoints with --keep-last"
+        ),
+    ),
+    Rule(
+        "mean-time-positive",
+        lambda f: (
+            f.config.mean_time_between_failures is not None
+            and f.config.mean_time_between_failures <= 0
+        ),
+        lambda f: (
+            f"--mean-time-between-failures {f.config.mean_time_between_failures} must be greater "
+            "than 0 seconds"
         ),
     ),
     Rule(

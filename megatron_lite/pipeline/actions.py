@@ -8,6 +8,7 @@ errors and schedule files show.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -24,19 +25,26 @@ class Kind(Enum):
     RECV_F = "RECV_F"  # activations from the previous stage
     SEND_B = "SEND_B"  # activation gradients to the previous stage
     RECV_B = "RECV_B"  # activation gradients from the next stage
+    LOCAL_F = "LOCAL_F"  # activations to the next stage, which this rank holds too
+    LOCAL_B = "LOCAL_B"  # activation gradients to the previous stage, which this rank holds too
     UNSHARD = "UNSHARD"  # gather the stage's parameters
     RESHARD = "RESHARD"  # drop what UNSHARD gathered
-    REDUCE = "REDUCE"  # finish the stage's gradient reductions
+    REDUCE = "REDUCE"  # the stage's gradients are complete: reduce them
     NORM = "NORM"  # closing reduction: global norm, counts, votes
     STEP = "STEP"  # update the stage's parameters, or skip everywhere
+
+    # Members are singletons, and tables hash each of them ten thousands of times; Enum's
+    # own hash is a Python function. Nothing here iterates over a set.
+    __hash__ = object.__hash__
 
 
 COMPUTE = (Kind.F, Kind.I, Kind.W, Kind.B)
 TRANSFER = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
-OF_MICROBATCH = (*COMPUTE, *TRANSFER)
+HANDOVER = (Kind.LOCAL_F, Kind.LOCAL_B)
+OF_MICROBATCH = frozenset((*COMPUTE, *TRANSFER, *HANDOVER))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Action:
     """One instruction; NORM has no stage, only compute and transfer have a microbatch."""
 
@@ -57,7 +65,7 @@ class Action:
         )
 
 
-_TEXT = re.compile(r"([A-Z]+(?:_[FB])?)(\d+)?(?:\.(\d+))?")
+_TEXT = re.compile(r"([A-Z]+(?:_[FB])?)([0-9]+)?(?:\.([0-9]+))?")
 
 
 def parse_action(text: str) -> Action:
@@ -66,9 +74,9 @@ def parse_action(text: str) -> Action:
     Raises:
         ValueError: unknown kind, or a stage or microbatch too many or too few.
     """
-    match = _TEXT.fullmatch(text.strip())
+    match = _TEXT.fullmatch(text.strip()[:64])
     if match is None:
-        raise ValueError(f"{text!r} is not an action")
+        raise ValueError(f"{text[:64]!r} is not an action")
     kind, stage, microbatch = match.groups()
     return Action(
         Kind(kind),
@@ -86,12 +94,17 @@ class Schedule:
         num_microbatches: per step and data-parallel rank.
         placement: stage -> pipeline rank that holds it.
         ranks: per pipeline rank its actions in order.
+        bounds: per rank the most (stage, microbatch) pairs whose activations may be alive
+            at once, from F to B or W; empty: not declared.
+        forward_only: evaluation, nothing but F and what moves its outputs.
     """
 
     name: str
     num_microbatches: int
     placement: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...]
+    bounds: tuple[int, ...] = ()
+    forward_only: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -101,3 +114,11 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank holds, ascending; the position is the chunk index."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+
+    def digest(self) -> str:
+        """Return the sha256 of everything but the name; equal tables have equal digests."""
+        lines = [
+            f"{self.num_microbatches} {self.placement} {self.bounds} {self.forward_only}",
+            *(" ".join(map(str, row)) for row in self.ranks),
+        ]
+        return hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest()

@@ -1,155 +1,286 @@
 """Proof of a schedule before it runs: what it must contain, and in which order.
 
-Per rank: every microbatch has one F and one B (or I then W) on every stage; backward work
-of a stage is in microbatch order, so that accumulation is bitwise the same under every
-schedule; the last W precedes REDUCE, all REDUCEs precede NORM, NORM precedes STEP. Across
-ranks: every transfer has its partner, and the table runs to its end when each rank waits
-for what it needs, which excludes cycles.
+Per rank: everything once and nothing else; F, I and W (or B) of a stage in microbatch
+order, so that accumulation is bitwise the same under every schedule; W before REDUCE
+before NORM before STEP; activations within the declared bound. Across ranks: the messages
+of each channel are sent and received in one order, and the table runs to its end although
+every transfer waits for its partner, which excludes cycles and deadlocks of any transport.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, zip_longest
+from typing import TypeAlias
 
-from megatron_lite.pipeline.actions import OF_MICROBATCH, Action, Kind, Schedule
+from megatron_lite.pipeline.actions import COMPUTE, TRANSFER, Action, Kind, Schedule
+from megatron_lite.pipeline.channels import Channel, channel_of, partner_of
+from megatron_lite.pipeline.simulate import peak_live
+
+_Places: TypeAlias = Mapping[tuple[Kind, int | None, int | None], int]
+
+_COMPUTE, _TRANSFER = frozenset(COMPUTE), frozenset(TRANSFER)
+_OUTPUT = frozenset((Kind.SEND_F, Kind.SEND_B, Kind.LOCAL_F, Kind.LOCAL_B))
+_GATHER = frozenset((Kind.UNSHARD, Kind.RESHARD))
+_MAX_TOLD = 10
 
 
 class ScheduleError(ValueError):
-    """The table cannot run, or would train something else; lists every violation."""
+    """The table cannot run, or would train something else; lists the violations."""
 
     def __init__(self, name: str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        super().__init__(f"schedule {name}: " + "; ".join(problems))
+        told = "; ".join(problems[:_MAX_TOLD])
+        if len(problems) > _MAX_TOLD:
+            told += f"; and {len(problems) - _MAX_TOLD} more"
+        super().__init__(f"schedule {name}: {told}")
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Check a table.
+    """Check a table: what it must be, rank by rank, then the messages between ranks.
 
     Raises:
-        ScheduleError: with all violations found.
+        ScheduleError: with all violations of the first of these parts that has any.
     """
     problems = list(_check_placement(schedule))
     if not problems:
         for rank in range(len(schedule.ranks)):
             problems += _check_rank(schedule, rank)
-        problems = problems or list(_check_progress(schedule))
+    problems = problems or list(_check_channels(schedule))
+    problems = problems or list(_check_rendezvous(schedule))
     if problems:
         raise ScheduleError(schedule.name, problems)
 
 
 def _check_placement(schedule: Schedule) -> Iterator[str]:
     ranks = range(len(schedule.ranks))
+    if schedule.num_microbatches < 1 or not schedule.placement or not schedule.ranks:
+        yield "a table needs a rank, a stage and a microbatch"
+    if schedule.bounds and len(schedule.bounds) != len(ranks):
+        yield f"bounds of {len(schedule.bounds)} ranks for {len(ranks)} ranks"
     for stage, holder in enumerate(schedule.placement):
         if holder not in ranks:
             yield f"stage {stage} is placed on rank {holder} of {len(ranks)}"
     for rank, actions in enumerate(schedule.ranks):
-        held = schedule.stages_of(rank)
+        held = set(schedule.stages_of(rank))
+        if not held:
+            yield f"rank {rank} holds no stage"
         for action in actions:
             if action.stage is not None and action.stage not in held:
-                yield f"rank {rank}: {action} of a stage it does not hold {held}"
+                yield f"rank {rank}: {action} of a stage it does not hold {sorted(held)}"
             elif action.microbatch is not None and action.microbatch >= schedule.num_microbatches:
                 yield f"rank {rank}: {action} of {schedule.num_microbatches} microbatches"
 
 
-def _check_rank(schedule: Schedule, rank: int) -> Iterator[str]:
-    """Completeness and order of one rank's list."""
+def _check_rank(schedule: Schedule, rank: int) -> list[str]:
+    """Everything that one rank's list must be for itself."""
     actions = schedule.ranks[rank]
-    for action, count in Counter(actions).items():
-        if count > 1:
-            yield f"rank {rank}: {action} occurs {count} times"
-    at = {action: index for index, action in enumerate(actions)}
-    norm = at.get(Action(Kind.NORM))
+    places = {(a.kind, a.stage, a.microbatch): index for index, a in enumerate(actions)}
+    problems: list[str] = []
+    if len(places) < len(actions):
+        problems += [
+            f"rank {rank}: {action} occurs {count} times"
+            for action, count in Counter(actions).items()
+            if count > 1
+        ]
+    computed = [0, *accumulate(action.kind in _COMPUTE for action in actions)]
+    stages = schedule.stages_of(rank)
+    expected = 0
+    for stage in stages:
+        proof = _StageProof(schedule, rank, stage, places, computed)
+        problems += proof.check()
+        expected += proof.expected
+    if not schedule.forward_only:
+        problems += _check_closing(rank, stages, actions, places)
+        expected += 1 + 2 * len(stages)
+    expected += sum(action.kind in _GATHER for action in actions)
+    if not problems:
+        problems += _check_gathers(rank, actions)
+    if not problems and expected != len(actions):
+        problems.append(f"rank {rank}: {len(actions)} actions, but only {expected} belong there")
+    if not problems and schedule.bounds:
+        alive = peak_live(actions)[0]
+        if alive > schedule.bounds[rank]:
+            problems.append(
+                f"rank {rank}: {alive} activations alive at once, the declared bound is "
+                f"{schedule.bounds[rank]}"
+            )
+    return problems
+
+
+def _check_closing(
+    rank: int, stages: Sequence[int], actions: Sequence[Action], places: _Places
+) -> Iterator[str]:
+    """REDUCE before NORM before STEP, and nothing but STEPs after NORM."""
+    norm = places.get((Kind.NORM, None, None))
     if norm is None:
         yield f"rank {rank}: NORM is missing"
-    for stage in schedule.stages_of(rank):
-        yield from _check_stage(schedule, rank, stage, at)
-        reduce, step = at.get(Action(Kind.REDUCE, stage)), at.get(Action(Kind.STEP, stage))
+        return
+    for stage in stages:
+        reduce = places.get((Kind.REDUCE, stage, None))
+        step = places.get((Kind.STEP, stage, None))
         if reduce is None or step is None:
             yield f"rank {rank}: REDUCE{stage} or STEP{stage} is missing"
-        elif norm is not None and not reduce < norm < step:
+        elif not reduce < norm < step:
             yield f"rank {rank}: REDUCE{stage}, NORM and STEP{stage} are out of order"
+    for action in actions[norm + 1 :]:
+        if action.kind not in (Kind.STEP, Kind.NORM):
+            yield f"rank {rank}: {action} comes after NORM"
 
 
-def _check_stage(
-    schedule: Schedule, rank: int, stage: int, at: Mapping[Action, int]
-) -> Iterator[str]:
-    """F, B (or I, W) of each microbatch once, in order, before the stage's REDUCE."""
-    reduce = at.get(Action(Kind.REDUCE, stage), len(at))
-    last = -1
-    for microbatch in range(schedule.num_microbatches):
-        where = f"rank {rank}: stage {stage} microbatch {microbatch}"
-        f, i, w, b = (
-            at.get(Action(kind, stage, microbatch)) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)
-        )
-        if f is None:
-            yield f"{where}: F is missing"
-            continue
-        if (b is None) == (i is None) or (i is None) != (w is None):
-            yield f"{where}: needs either B, or I and W"
-            continue
-        first = b if b is not None else i
-        final = b if b is not None else w
-        assert first is not None and final is not None
-        if not f < first <= final:
-            yield f"{where}: F, I, W are out of order"
-        if final > reduce:
-            yield f"{where}: its weight gradient comes after REDUCE{stage}"
-        if final < last:
-            yield f"{where}: its weight gradient comes before that of an earlier microbatch"
-        last = max(last, final)
+def _check_gathers(rank: int, actions: Sequence[Action]) -> Iterator[str]:
+    """UNSHARD and RESHARD alternate, and no stage computes without its parameters."""
+    sharded = {action.stage for action in actions if action.kind in _GATHER}
+    gathered: set[int | None] = set()
+    for action in actions if sharded else ():
+        stage = action.stage
+        if action.kind is Kind.UNSHARD:
+            if stage in gathered:
+                yield f"rank {rank}: {action} while the parameters are gathered"
+            gathered.add(stage)
+        elif action.kind is Kind.RESHARD:
+            if stage not in gathered:
+                yield f"rank {rank}: {action} without UNSHARD{stage} before it"
+            gathered.discard(stage)
+        elif action.kind in _COMPUTE and stage in sharded and stage not in gathered:
+            yield f"rank {rank}: {action} without UNSHARD{stage} before it"
+    for stage in sorted(stage for stage in gathered if stage is not None):
+        yield f"rank {rank}: UNSHARD{stage} without RESHARD{stage} after it"
 
 
-def _needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
-    """Actions, of any rank, that must have run before `action` may start."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind not in OF_MICROBATCH:
-        return ()
-    assert stage is not None
-    local = schedule.placement
+class _StageProof:
+    """Every microbatch of one stage: complete, in order, its outputs handed on at once.
 
-    def same_rank(other: int) -> bool:
-        return local[stage] == local[other]
+    Attributes:
+        expected: number of actions that belong to the stage, once checked.
+    """
 
-    last = schedule.num_stages - 1
-    if action.kind is Kind.F and stage > 0:
-        kind, of = (Kind.F, stage - 1) if same_rank(stage - 1) else (Kind.RECV_F, stage)
-        return (Action(kind, of, microbatch),)
-    if action.kind in (Kind.I, Kind.B) and stage < last and not same_rank(stage + 1):
-        return (Action(Kind.RECV_B, stage, microbatch),)
-    sources = {
-        Kind.SEND_F: (Kind.F, stage),
-        Kind.SEND_B: (Kind.I, stage),
-        Kind.RECV_F: (Kind.SEND_F, stage - 1),
-        Kind.RECV_B: (Kind.SEND_B, stage + 1),
-    }
-    if action.kind in (Kind.I, Kind.B) and stage < last:
-        return (Action(Kind.I, stage + 1, microbatch),)
-    if action.kind not in sources:
-        return ()
-    kind, of = sources[action.kind]
-    return (Action(kind, of, microbatch),)
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stage: int,
+        places: _Places,
+        computed: Sequence[int],
+    ) -> None:
+        self.schedule, self.rank, self.stage = schedule, rank, stage
+        self.places, self.computed = places, computed
+        self.expected = 0
+        last = schedule.num_stages - 1
+        # What brings and takes a microbatch: (kind, stage in the action's name), or none.
+        self.input_f = self._link(stage - 1, Kind.RECV_F, stage, Kind.LOCAL_F, stage - 1, last)
+        self.output_f = self._link(stage + 1, Kind.SEND_F, stage, Kind.LOCAL_F, stage, last)
+        self.input_b = self._link(stage + 1, Kind.RECV_B, stage, Kind.LOCAL_B, stage + 1, last)
+        self.output_b = self._link(stage - 1, Kind.SEND_B, stage, Kind.LOCAL_B, stage, last)
+
+    def _link(
+        self, other: int, remote: Kind, remote_stage: int, local: Kind, local_stage: int, last: int
+    ) -> list[tuple[Kind, int]]:
+        if not 0 <= other <= last:
+            return []
+        if self.schedule.placement[other] == self.rank:
+            return [(local, local_stage)]
+        return [(remote, remote_stage)]
+
+    def check(self) -> list[str]:
+        """Return what is wrong."""
+        stage, reduce = self.stage, self.places.get((Kind.REDUCE, self.stage, None))
+        problems: list[str] = []
+        previous = [-1, -1, -1]  # places of the latest F, I and W (or B)
+        for microbatch in range(self.schedule.num_microbatches):
+            where = f"rank {self.rank}: stage {stage} microbatch {microbatch}"
+            needed = self.needed(microbatch)
+            self.expected += sum(of == stage for _, of in needed)
+            found = [self.places.get((kind, of, microbatch), -1) for kind, of in needed]
+            if -1 in found:
+                kind, of = needed[found.index(-1)]
+                why = " (needs either B, or I and W)" if kind in (Kind.I, Kind.W) else ""
+                problems.append(f"{where}: {kind.value} is missing: {kind.value}{of}{why}")
+                continue
+            if found != sorted(found):
+                right = ", ".join(f"{kind.value}{of}.{microbatch}" for kind, of in needed)
+                problems.append(f"{where}: out of order; right is {right}")
+                continue
+            work = [
+                place for place, (kind, _) in zip(found, needed, strict=True) if kind in _COMPUTE
+            ]
+            if not self.schedule.forward_only and len(work) == 2:
+                work.append(work[-1])  # B is I and W at once
+            if any(place < before for place, before in zip(work, previous, strict=False)):
+                problems.append(f"{where}: work comes before that of an earlier microbatch")
+            previous = work
+            if reduce is not None and work[-1] > reduce:
+                problems.append(f"{where}: its weight gradient comes after REDUCE{stage}")
+            problems += self.late_outputs(where, needed, found)
+        return problems
+
+    def needed(self, microbatch: int) -> list[tuple[Kind, int]]:
+        """Return all actions of a microbatch in the order in which they must stand."""
+        forward = [*self.input_f, (Kind.F, self.stage), *self.output_f]
+        if self.schedule.forward_only:
+            return forward
+        if (Kind.B, self.stage, microbatch) in self.places:
+            return [*forward, *self.input_b, (Kind.B, self.stage), *self.output_b]
+        split = [(Kind.I, self.stage), *self.output_b, (Kind.W, self.stage)]
+        return [*forward, *self.input_b, *split]
+
+    def late_outputs(
+        self, where: str, needed: Sequence[tuple[Kind, int]], found: Sequence[int]
+    ) -> Iterator[str]:
+        """An output leaves before the rank computes anything else: memory, and the others."""
+        for (kind, of), producer, place in zip(needed[1:], found, found[1:], strict=False):
+            is_output = kind in _OUTPUT and of == self.stage
+            if is_output and self.computed[place] != self.computed[producer + 1]:
+                yield f"{where}: {kind.value} does not directly follow what it hands on"
 
 
-def _check_progress(schedule: Schedule) -> Iterator[str]:
-    """Let every rank run as far as it can, again and again, until all are through."""
-    done: set[Action] = set()
-    position = [0] * len(schedule.ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.ranks):
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                if any(need not in done for need in _needs(schedule, action)):
-                    break
-                done.add(action)
-                if action.kind is Kind.B:
-                    done.add(Action(Kind.I, action.stage, action.microbatch))
-                position[rank] += 1
-                moved = True
-    for rank, actions in enumerate(schedule.ranks):
-        if position[rank] < len(actions):
-            action = actions[position[rank]]
-            needs = ", ".join(map(str, _needs(schedule, action)))
-            yield f"rank {rank} is stuck at action {position[rank]}, {action}, waiting for {needs}"
+def _check_channels(schedule: Schedule) -> Iterator[str]:
+    """The k-th send of a channel is the k-th receive: else messages are mistaken silently."""
+    sent: dict[Channel, list[Action]] = defaultdict(list)
+    received: dict[Channel, list[Action]] = defaultdict(list)
+    for actions in schedule.ranks:
+        for action in actions:
+            if action.kind is Kind.SEND_F or action.kind is Kind.SEND_B:
+                sent[channel_of(action, schedule.placement)].append(action)
+            elif action.kind in _TRANSFER:
+                received[channel_of(action, schedule.placement)].append(action)
+    for channel in sorted(sent.keys() | received.keys()):
+        pairs = zip_longest(sent[channel], received[channel])
+        for k, (send, receive) in enumerate(pairs):
+            if send is None or receive is None or partner_of(send) != receive:
+                yield (
+                    f"channel {channel.source} to {channel.destination} ({channel.direction}): "
+                    f"message {k} is sent by {send} and received by {receive}"
+                )
+                break
+
+
+def _check_rendezvous(schedule: Schedule) -> Iterator[str]:
+    """Run the transfers as if each blocked its rank until the partner reaches its own.
+
+    That is the strictest transport: whatever it lets through also runs with eager sends,
+    with batches (a run of adjacent transfers started together), and with any set of
+    communicators that execute their operations in the order of issue, because each of
+    them only waits for a part of what this one waits for.
+    """
+    lists = [[a for a in actions if a.kind in _TRANSFER] for actions in schedule.ranks]
+    placement = schedule.placement
+    position = [0] * len(lists)
+    candidates = list(range(len(lists)))
+    while candidates:
+        rank = candidates.pop()
+        while position[rank] < len(lists[rank]):
+            action = lists[rank][position[rank]]
+            channel = channel_of(action, placement)
+            other = channel.source if channel.destination == rank else channel.destination
+            at = position[other]
+            if at == len(lists[other]) or lists[other][at] != partner_of(action):
+                break
+            position[rank] += 1
+            position[other] += 1
+            candidates.append(other)
+    for rank, transfers in enumerate(lists):
+        if position[rank] < len(transfers):
+            action = transfers[position[rank]]
+            yield f"rank {rank} is stuck at {action}: {partner_of(action)} is never reached"

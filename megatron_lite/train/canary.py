@@ -21,6 +21,7 @@ import torch
 from megatron_lite.checkpoint.resume import ARITHMETIC_FIELDS
 from megatron_lite.data.loader import Batch, read_batch
 from megatron_lite.errors import DamagedError
+from megatron_lite.mesh.collectives import all_gather_json
 from megatron_lite.pipeline.actions import Action, Kind
 from megatron_lite.train.closing import reduce_closing
 from megatron_lite.train.denominators import start_denominators
@@ -67,6 +68,8 @@ def check_canary(parts: Parts, saved: Mapping[str, Any] | None) -> str | None:
 
     Raises:
         DamagedError: the figures differ, on all ranks.
+
+    Comm: one exchange of a few bytes per rank, and that of `take_canary`.
     """
     if not parts.config.verify_resume or saved is None:
         return None
@@ -79,10 +82,15 @@ def check_canary(parts: Parts, saved: Mapping[str, Any] | None) -> str | None:
     if train is None or max(canary["samples"]) >= len(train):
         return "canary: not replayed, its samples are not among this run's data"
     batches = _read(parts, canary["samples"])
-    if _hash(batches) != canary["tokens_sha256"]:
+    # Nodes may differ in machine or data: what is done is the same on all ranks.
+    mine = [
+        _hash(batches) == canary["tokens_sha256"],
+        is_exact(saved, describe_state(parts, TrainState())),
+    ]
+    same_data, exact = map(all, zip(*all_gather_json(mine, parts.groups.world), strict=True))
+    if not same_data:
         return "canary: not replayed, this run's data differs from the checkpoint's"
     found = _Replay(parts, batches).run()
-    exact = is_exact(saved, describe_state(parts, TrainState()))
     limits = (0.0, 0.0)
     if not exact:
         dtypes = (saved["arithmetic"]["compute"], parts.plan.precision.compute)

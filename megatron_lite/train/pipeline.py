@@ -19,12 +19,10 @@ from megatron_lite.mesh.p2p import open_links
 from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.channels import list_channels
 from megatron_lite.pipeline.exchange import Exchange, MessageShape
-from megatron_lite.pipeline.passes import forward_only
-from megatron_lite.pipeline.schedules import SCHEDULES
-from megatron_lite.pipeline.verify import check_schedule
+from megatron_lite.pipeline.schedules import FIXED_CHUNKS, build_schedule
+from megatron_lite.pipeline.schedules.forward import forward_only
 from megatron_lite.spec.stages import StagePart, check_parts
 
-TWO_CHUNKS = ("zbv", "v-half", "v-min", "dualpipev")
 SINGLE = "single"
 
 
@@ -93,10 +91,9 @@ class Pipeline:
         """
         key = (num_microbatches, training)
         if key not in self._tables:
-            schedule = SCHEDULES[self.name](self.groups.pp.size, self.chunks, num_microbatches)
+            schedule = build_schedule(self.name, self.groups.pp.size, self.chunks, num_microbatches)
             if not training:
                 schedule = forward_only(schedule, num_microbatches)
-            check_schedule(schedule)
             if self.groups.pp.size > 1:
                 agree(schedule.digest(), self.groups.world, "the table of the schedule")
             self._tables[key] = schedule
@@ -113,8 +110,9 @@ def build_pipeline(config: Config, plan: Plan, groups: Groups, device: torch.dev
     Comm: see `open_links`.
     """
     name, parallel, model = schedule_name(config, plan), plan.parallel, plan.model
-    chunks = 2 if name in TWO_CHUNKS else parallel.vpp
-    placement = SCHEDULES[name](parallel.pp, chunks, 4 * parallel.pp).placement
+    chunks = FIXED_CHUNKS.get(name, parallel.vpp)
+    batch = plan.batch
+    placement = build_schedule(name, parallel.pp, chunks, batch.num_microbatches_at(0)).placement
     sequence = model.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
     message = MessageShape(
         sequence,

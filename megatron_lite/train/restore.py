@@ -54,6 +54,7 @@ class Restored:
         loaded: whether weights were loaded.
         passed_over: steps of `--load` that are damaged, which this run may replace.
         saved: state of the checkpoint that was loaded.
+        directory: of it, as the user has named it.
     """
 
     state: TrainState
@@ -61,6 +62,7 @@ class Restored:
     loaded: bool = False
     passed_over: tuple[int, ...] = ()
     saved: Mapping[str, Any] | None = None
+    directory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def load_run(core: Core) -> Restored | None:
         try:
             return _load(core, source)
         except NoCheckpoint as error:
-            if config.pretrained_checkpoint is None:
+            # A step that is asked for by name is not replaced by other weights.
+            if config.pretrained_checkpoint is None or config.ckpt_step is not None:
                 return Restored(TrainState(), (_accept_nothing(core, error),))
             notes = (f"--load: {error}: weights come from --pretrained-checkpoint",)
     if config.pretrained_checkpoint is None:
@@ -117,6 +120,7 @@ def _load(core: Core, source: _Source) -> Restored:
         core.groups.world,
         lambda checkpoint: _read(core, checkpoint, source),
         step=source.step,
+        staging=core.config.ckpt_staging_dir,
     )
     content, checkpoint = loaded.value, loaded.checkpoint
     _apply(core, checkpoint, source, content)
@@ -135,7 +139,7 @@ def _load(core: Core, source: _Source) -> Restored:
         f"  successfully loaded checkpoint from {source.path} at iteration {checkpoint.step}"
     )
     passed_over = tuple(item.step for item in loaded.passed_over)
-    return Restored(content.state, tuple(notes), True, passed_over, checkpoint.state)
+    return Restored(content.state, tuple(notes), True, passed_over, checkpoint.state, source.path)
 
 
 def _takes_weights_only(core: Core, checkpoint: Checkpoint, source: _Source) -> bool:

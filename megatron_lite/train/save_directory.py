@@ -16,10 +16,16 @@ from pathlib import Path
 from megatron_lite.checkpoint.catalog import published_steps
 from megatron_lite.checkpoint.fence import Membership, take_membership
 from megatron_lite.checkpoint.files import FileSystem
+from megatron_lite.checkpoint.remote_save import (
+    check_place,
+    remote_steps,
+    take_remote_membership,
+)
 from megatron_lite.checkpoint.retention import abandoned_attempts
 from megatron_lite.checkpoint.save import check_writable
 from megatron_lite.checkpoint.shared import check_shared
-from megatron_lite.checkpoint.together import first_rank
+from megatron_lite.checkpoint.stores import is_url
+from megatron_lite.checkpoint.together import every_rank, first_rank
 from megatron_lite.errors import UserError
 from megatron_lite.train.parts import Core
 from megatron_lite.train.restore import Restored
@@ -47,6 +53,9 @@ def join_save_directory(core: Core) -> Iterator[Joined]:
         yield Joined()
         return
     root, world = Path(core.config.save), core.groups.world
+    if is_url(core.config.save):
+        yield Joined(join_store(core.config.save, core))
+        return
     check_writable(root, world)
     check_shared(root, world)
     memberships: list[Membership] = []
@@ -66,6 +75,18 @@ def join_save_directory(core: Core) -> Iterator[Joined]:
             membership.leave()
 
 
+def join_store(url: str, core: Core) -> int:
+    """Become the run that saves to an object store; return its epoch.
+
+    Comm: three exchanges of a few hundred bytes per rank.
+    """
+    world, unsafe = core.groups.world, core.config.ckpt_allow_unsafe_publish
+    first_rank(lambda: check_place(url, unsafe, exclusive=True), world, Path(url))
+    every_rank(lambda: check_place(url, unsafe, exclusive=False), world, Path(url))
+    epoch: int = first_rank(lambda: take_remote_membership(url).epoch, world, Path(url))
+    return epoch
+
+
 def check_save_directory(core: Core, restored: Restored) -> None:
     """Refuse to start among another run's steps.
 
@@ -75,10 +96,16 @@ def check_save_directory(core: Core, restored: Restored) -> None:
     config, start = core.config, restored.state.iteration
     if config.save is None or config.overwrite_save:
         return
+    place, world = config.save, core.groups.world
+    published = (
+        first_rank(lambda: remote_steps(place), world, Path(place))
+        if is_url(place)
+        else published_steps(Path(place))
+    )
     replaceable = restored.passed_over if config.load == config.save else ()
     ahead = [
         step
-        for step in published_steps(Path(config.save))
+        for step in published
         if start < step <= core.plan.batch.train_iters and step not in replaceable
     ]
     if ahead:

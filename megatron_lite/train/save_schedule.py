@@ -7,6 +7,7 @@ exchange that a save needs anyway.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 from typing import Any
@@ -30,7 +31,7 @@ class SaveSchedule:
     def __init__(self, config: Config, start: int, ranks: int):
         self._interval = config.save_interval
         self._in_background = config.async_save
-        self._next = start + FIRST_STEPS
+        self._next: float = start + FIRST_STEPS
         self._mean_time_s = config.mean_time_between_failures or expected_mean_time(ranks)
         self._step_seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
 
@@ -45,6 +46,10 @@ class SaveSchedule:
     def note_step(self, seconds: float) -> None:
         """Remember how long a step took."""
         self._step_seconds.append(seconds)
+
+    def begin(self) -> None:
+        """A save has begun: the next is planned when it has ended."""
+        self._next = math.inf
 
     def propose(self, pause_s: float, elapsed_s: float) -> dict[str, Any] | None:
         """On rank 0: the steps until the next save and a line that says why, as JSON."""

@@ -9,6 +9,7 @@ closing reduction, so that all ranks meet to settle it, without a collective per
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from megatron_lite.checkpoint.finalizer import Job, failure_error
 from megatron_lite.checkpoint.retention import WriterLock
 from megatron_lite.checkpoint.save import begin_save
 from megatron_lite.checkpoint.snapshot import SnapshotBuffer
+from megatron_lite.checkpoint.stores import is_url, make_staging
 from megatron_lite.checkpoint.tensors import WHOLE, Share, StateEntry, take_snapshot
 from megatron_lite.checkpoint.together import every_rank, first_rank
 from megatron_lite.checkpoint.writer import describe_job
@@ -100,7 +102,10 @@ class Saver:
     ):
         config, self._world = core.config, core.groups.world
         self._config = config
-        self._root = Path(config.save or "")
+        self._root, self._store = Path(config.save or ""), None
+        if config.save is not None and is_url(config.save):
+            self._store = config.save
+            self._root = make_staging(config.ckpt_staging_dir, "save")
         self._epoch = joined.epoch
         self._files = files or FileSystem()
         self.schedule = SaveSchedule(config, start, self._world.size)
@@ -147,11 +152,13 @@ class Saver:
         self._land(parts)
         waited_s = time.monotonic() - begun
         self._last_step = state.iteration
+        self.schedule.begin()
         parts.telemetry.say(format_saving(state.iteration, self._config.save, "megatron_lite"))
         try:
             self._begin(parts, state, begun, waited_s)
         except UserError as error:
             self._abandon()
+            self.schedule.take(state.iteration, None)
             self._note_failure(parts, state.iteration, error)
             return
         assert self._flight is not None
@@ -174,6 +181,7 @@ class Saver:
             self._config.overwrite_save,
             self._world,
             self._files,
+            self._store,
         )
         self._flight = _Flight(request, lock, state.consumed_samples, begun, waited_s)
         for note in request.notes:
@@ -256,7 +264,7 @@ class Saver:
         step, layout = flight.request.plan.step, parts.plan.parallel
         for note in told["notes"]:
             parts.telemetry.say(f"  {note}")
-        if self._config.log_progress and self._world.rank == 0:
+        if self._config.log_progress and self._world.rank == 0 and self._store is None:
             note_progress(self._root, step, flight.consumed_samples, self._world.size)
         parts.telemetry.say(format_saved(step, self._config.save, layout.tp, layout.pp))
         if told["proposal"] is not None:
@@ -264,7 +272,9 @@ class Saver:
         parts.telemetry.event(
             "save",
             step,
-            directory=str(flight.request.directory),
+            directory=str(flight.request.directory)
+            if self._store is None
+            else f"{self._store}/attempts/{flight.request.plan.attempt}",
             bytes=told["bytes"],
             pause_ms=told["pause_s"] * 1e3,
             elapsed_ms=told["elapsed_s"] * 1e3,
@@ -325,3 +335,5 @@ class Saver:
         self._finalizer.close(5.0 if is_idle else 0.0)
         if self._buffer is not None:
             self._buffer.close()
+        if self._store is not None and is_idle:  # else its children may still need it
+            shutil.rmtree(self._root, ignore_errors=True)

@@ -57,7 +57,7 @@ def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
         telemetry.say(note)
     telemetry.header(total, elements, seed=parts.config.seed, facts=dict(parts.facts))
     if restored.loaded:
-        telemetry.event("load", restored.state.iteration, directory=parts.config.load)
+        telemetry.event("load", restored.state.iteration, directory=restored.directory)
 
 
 def count_layers(parts: Parts) -> int:

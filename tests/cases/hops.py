@@ -13,13 +13,12 @@ from megatron_lite.config.rules import check_config
 from megatron_lite.mesh.launch import RunStatus, WorldInfo, run_program
 from megatron_lite.train.build import build_run
 from megatron_lite.train.parts import Parts
-from megatron_lite.train.saving import save_run
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.step import TrainStep
 from megatron_lite.verify.session import Layout
 from tests.cases.layouts import LAYOUTS
 from tests.pool import RankPool, fork_ranks
-from tests.train.program import LLAMA, RUN, build_and, train_rank
+from tests.train.program import LLAMA, RUN, build_and, save_now, train_rank
 
 # Biases, norms on queries and keys, two KV heads over up to four ranks, a padded vocabulary:
 # everything that is replicated, shared or padded. bf16 has masters beside the weights.
@@ -83,6 +82,6 @@ def hop_program(argv: Sequence[str]) -> int:
 
 
 def _save_and_step(parts: Parts, state: TrainState, status: RunStatus) -> Any:
-    save_run(parts, state)
+    save_now(parts, state)
     report = TrainStep(parts, state).run()
     return report.lm_loss, report.grad_norm

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.mesh.launch import RunStatus
+from megatron_lite.train.evaluate import evaluate
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.step import StepReport, TrainStep
 from megatron_lite.train.weights_hash import hash_weights
-from tests.train.program import build_and
+from tests.train.program import build_and, save_now
 from tests.train.test_step import masked_batches
 
 # name -> (logical shape, [(offset, values) that this rank owns])
@@ -81,15 +82,61 @@ def gathered(parts: Sequence[Pieces]) -> dict[str, np.ndarray[Any, Any]]:
     return whole
 
 
-def residual_hashes(argv: Sequence[str], rank: int, world_size: int) -> tuple[list[str], float]:
-    """Hashes of the residual stream after every layer of one step, and the step's loss."""
+def residual_hashes(
+    argv: Sequence[str], rank: int, world_size: int, after: int = 0
+) -> tuple[list[str], float]:
+    """Hashes of the residual stream after every layer of one step, and the step's loss.
+
+    Args:
+        after: number of steps that are made before.
+    """
     hashes: list[str] = []
 
     def use(parts: Parts, state: TrainState, status: RunStatus) -> Any:
+        for _ in range(after):
+            TrainStep(parts, state).run()
         with _watched_layers(parts, lambda layer, x, out: hashes.append(_digest(out))):
             return hashes, TrainStep(parts, state).run().lm_loss
 
     found: tuple[list[str], float] = build_and(use, argv, rank, world_size)
+    return found
+
+
+def evaluate_then_step(argv: Sequence[str], rank: int, world_size: int) -> tuple[float, float]:
+    """Evaluation loss on the samples of the next step, and the loss of that step, saved."""
+
+    def use(parts: Parts, state: TrainState, status: RunStatus) -> Any:
+        assert parts.datasets.train is not None
+        found = evaluate(parts, parts.datasets.train, state.consumed_samples, state.iteration)
+        loss = TrainStep(parts, state).run().lm_loss
+        save_now(parts, state)
+        return found.lm_loss, loss
+
+    both: tuple[float, float] = build_and(use, argv, rank, world_size)
+    return both
+
+
+def weight_decays(argv: Sequence[str], rank: int, world_size: int) -> dict[str, tuple[int, float]]:
+    """Logical name -> (dims, weight decay) that this rank's optimizer applies."""
+
+    def use(parts: Parts, state: TrainState, status: RunStatus) -> Any:
+        decay = parts.rates.weight_decay
+        found = {}
+        for piece in parts.optimizer.weight_pieces():
+            start = piece.tensor.storage_offset()
+            storage = piece.tensor.untyped_storage().data_ptr()
+            for tensors in parts.optimizer._groups:
+                for weights in tensors.weights:
+                    first = weights.storage_offset()
+                    if (
+                        weights.untyped_storage().data_ptr() == storage
+                        and first <= start < first + weights.numel()
+                    ):
+                        dims = len(piece.spec.shape)
+                        found[piece.spec.name] = (dims, decay * tensors.group.wd_mult)
+        return found
+
+    found: dict[str, tuple[int, float]] = build_and(use, argv, rank, world_size)
     return found
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases.layouts import LAYOUTS, REFERENCE
+from tests.cases.layouts import LAYOUTS, REFERENCE, data_ranks, with_axes
 from tests.cases.ranks import residual_hashes
 from tests.pool import RankPool
 from tests.train.program import LLAMA, RUN, rows, train_rank
@@ -50,3 +50,23 @@ def test_c040_recomputation_changes_no_bit(
     assert len(set(wanted)) == 2
     for name, words in RECOMPUTE.items():
         assert run(name, words) == wanted, name
+
+
+STREAMS = dict.fromkeys(("tp2-sp-dp2", *with_axes({"tp", "ep"})))
+NOISE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-input-jitter-eps", "0.01")
+
+
+@pytest.mark.parametrize("layout", STREAMS)
+def test_c038_masks_and_noise_after_a_load_are_those_of_the_uninterrupted_run(
+    rank_pool: RankPool, tmp_path: Path, layout: str
+) -> None:
+    size, flags = LAYOUTS[layout].ranks, LAYOUTS[layout].flags
+    noise = NOISE if layout in with_axes({"ep"}) else ()
+    argv = [*ARGV, *flags, *noise]
+    whole = rank_pool.run(size, residual_hashes, argv=argv, after=5)
+    saving = ["--save", str(tmp_path), "--save-interval", "100", "--exit-interval", "5"]
+    rank_pool.run(size, train_rank, argv=[*argv, *saving])
+    resumed = rank_pool.run(size, residual_hashes, argv=[*argv, "--load", str(tmp_path)])
+    assert resumed == whole  # rank by rank, layer by layer, with dropout 0.1
+    streams = {tuple(hashes) for hashes, _ in whole}
+    assert len(streams) >= data_ranks(layout)  # each data rank has masks of its own

@@ -31,6 +31,7 @@ class Fault:
         nth: only at the so manieth such operation of a process; 0: at each.
         errno: it fails so.
         kill_all: folder with a file per process to kill, this one last.
+        signal: its process gets this.
         wait_for: (file, text): it waits until the file holds the text.
     """
 
@@ -39,6 +40,7 @@ class Fault:
     nth: int = 0
     errno: int = 0
     kill_all: str = ""
+    signal: int = 0
     wait_for: tuple[str, str] | None = None
 
 
@@ -63,6 +65,8 @@ class FaultyFileSystem(FileSystem):
                 continue
             if fault.wait_for is not None:
                 wait_for_text(Path(fault.wait_for[0]), fault.wait_for[1])
+            if fault.signal:
+                os.kill(os.getpid(), fault.signal)
             if fault.kill_all:
                 kill_all(Path(fault.kill_all))
             if fault.errno:

@@ -46,7 +46,7 @@ def newest(root: Path) -> int:
 @MODES
 @KINDS
 @pytest.mark.parametrize("lose_unsynced", [False, True], ids=["killed", "power-lost"])
-def test_all_processes_killed_at_any_operation_leave_the_old_or_the_new(
+def test_rows_24_to_28_and_30_all_killed_at_any_operation_leave_the_old_or_the_new(
     tmp_path: Path, kind: type[FileSystem], in_background: bool, lose_unsynced: bool
 ) -> None:
     total = count_operations(tmp_path / "count", kind, in_background)

@@ -5,9 +5,12 @@ said what a resume does with it.
 """
 
 import dataclasses
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,6 +50,7 @@ from megatron_lite.data.native import load_backend
 from megatron_lite.errors import DamagedError, UserError
 from megatron_lite.ops import random as philox
 from megatron_lite.optim.schedule import _FLAGS
+from megatron_lite.train import record
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.record import describe_state
 from megatron_lite.train.state import TrainState
@@ -98,6 +102,7 @@ def test_flags_of_checkpoints_and_logging_are_known() -> None:
     """A flag of these groups that did change a step would slip through by its group."""
     known = (
         "allow_missing_checkpoint allow_resume_change async_save check_weights_hash ckpt_allow "
+        "ckpt_allow_unsafe_publish ckpt_staging_dir "
         "ckpt_fully_parallel_save ckpt_step exit_on_missing_checkpoint finetune keep_last load "
         "max_failed_saves mean_time_between_failures no_load_optim no_save_optim overwrite_save "
         "pretrained_checkpoint save save_failure_policy save_interval save_retain_interval "
@@ -198,8 +203,9 @@ def test_a_state_without_a_part_is_refused(part: str) -> None:
     state = full_state()
     check_state(state, Path("here"))
     del state[part]
-    with pytest.raises(DamagedError, match=f"here: .*'{part}'"):
+    with pytest.raises(UserError, match=f"here: written by .*differ in {part}") as refused:
         check_state(state, Path("here"))
+    assert refused.value.exit_code == 2  # nothing is damaged: no older one is taken instead
 
 
 @pytest.mark.parametrize("part", [part for part, keys in PARTS.items() if keys])
@@ -208,18 +214,20 @@ def test_a_part_with_a_key_too_many_or_too_few_is_refused(part: str) -> None:
     assert keys
     state = full_state()
     state[part]["new"] = 1
-    with pytest.raises(DamagedError, match=rf"{part}\.new"):
+    with pytest.raises(UserError, match=rf"{part}\.new"):
         check_state(state, Path("here"))
     state = full_state()
     del state[part][keys[0]]
-    with pytest.raises(DamagedError, match=rf"{part}\.{keys[0]}"):
+    with pytest.raises(UserError, match=rf"{part}\.{keys[0]}"):
         check_state(state, Path("here"))
     with pytest.raises(ValueError, match="closed list"):
         build_state(**{**full_state(), part: {}})
 
 
 def test_an_unknown_part_an_odd_origin_and_a_wrong_hash_are_refused() -> None:
-    for change in ({"more": 1}, {"origin": {"kind": "other"}}, {"config_sha256": "0" * 64}):
+    with pytest.raises(UserError, match="differ in more"):
+        check_state(full_state() | {"more": 1}, Path("here"))
+    for change in ({"origin": {"kind": "other"}}, {"config_sha256": "0" * 64}):
         with pytest.raises(DamagedError):
             check_state(full_state() | change, Path("here"))
 
@@ -308,3 +316,32 @@ def test_counters_of_a_blend_are_those_of_walking_it(capacity: list[int] | None)
     assert walked == index.counts.tolist()
     with pytest.raises(IndexError):
         index.counts_after(len(index) + 1)
+
+
+def test_a_blend_that_stands_elsewhere_is_refused_with_both_counters() -> None:
+    train = SimpleNamespace(__len__=lambda: 100)
+    core: Any = SimpleNamespace(datasets=SimpleNamespace(train=train))
+    state = TrainState(consumed_samples=8)
+    with patch.object(record, "blend_counters", lambda dataset, consumed: [5, consumed - 5]):
+        record.check_cursor(core, {"cursor": {"blend": [5, 3]}}, state)
+        record.check_cursor(core, {"cursor": {"blend": None}}, state)
+        with pytest.raises(UserError, match=r"had taken \[6, 2\].* it would be \[5, 3\]"):
+            record.check_cursor(core, {"cursor": {"blend": [6, 2]}}, state)
+
+
+def test_the_commit_and_changes_of_the_source_tree_are_told(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+
+    package = tmp_path / "megatron_lite"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    with patch.object(record.megatron_lite, "__file__", str(package / "__init__.py")):
+        assert record.describe_code.__wrapped__() == {"commit": None, "dirty": None}
+        git("init", "-q")
+        git("add", ".")
+        git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "one")
+        clean = record.describe_code.__wrapped__()
+        assert len(clean["commit"]) == 40 and clean["dirty"] is False
+        (package / "__init__.py").write_text("changed = True\n")
+        assert record.describe_code.__wrapped__() == {**clean, "dirty": True}

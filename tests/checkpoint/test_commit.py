@@ -155,7 +155,7 @@ def test_finalize_refuses_missing_and_foreign_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"step": 1}, {"epoch": 7}, {}], ids=["step", "epoch", "attempt"])
-def test_finalize_refuses_a_stale_rank(tmp_path: Path, other: dict[str, int]) -> None:
+def test_row_37_finalize_refuses_a_stale_rank(tmp_path: Path, other: dict[str, int]) -> None:
     """A rank that wrote for another step, membership epoch or attempt is not taken in."""
     request = write_shares(tmp_path, "a", 2)
     stale = request_for(tmp_path, "b", 1, 2, **other)
@@ -166,7 +166,7 @@ def test_finalize_refuses_a_stale_rank(tmp_path: Path, other: dict[str, int]) ->
         finalize(tmp_path, request.plan, FILES)
 
 
-def test_finalize_refuses_a_duplicate_owner(tmp_path: Path) -> None:
+def test_row_36_finalize_refuses_a_duplicate_owner(tmp_path: Path) -> None:
     size = 2
     for rank in range(size):
         request = request_for(tmp_path, "a", rank, size)

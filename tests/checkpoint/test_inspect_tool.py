@@ -234,3 +234,23 @@ def test_a_damaged_side_is_exit_code_3(tmp_path: Path) -> None:
     shard = save_tiny(tmp_path / "two", 1).directory / "rank00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x77")
     assert main([str(tmp_path / "one"), "--diff", str(tmp_path / "two")]) == 3
+
+
+def test_a_store_is_listed_like_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem()
+    for step in (1, 2):
+        save_tiny(tmp_path, step)
+    (open_checkpoint(tmp_path, 2).directory / "manifest.json").unlink()
+    place = f"/{tmp_path.name}-list"
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and "iter_" not in str(path):
+            memory.pipe(f"{place}/{path.relative_to(tmp_path)}", path.read_bytes())
+    try:
+        assert main([f"memory:/{place}", "--list"]) == 3
+    finally:
+        memory.rm(place, recursive=True)
+    newest, oldest = capsys.readouterr().out.splitlines()
+    assert f"damaged: memory:/{place}" in newest
+    assert "1 rank(s)" in oldest

@@ -84,7 +84,8 @@ def test_an_average_is_that_of_fp64_rounded_once(tmp_path: Path) -> None:
     for name in found.names:
         a, b, c = (model[name].double() for model in models)
         assert same_bits(found.read(name), (0.625 * a + 0.25 * b + 0.125 * c).float()), name
-    assert (found.step, found.state["origin"]["kind"]) == (0, "converted")
+    source = "merge of 0.625 x 0 (step 7), 0.25 x 1 (step 7), 0.125 x 2 (step 7)"
+    assert (found.step, found.state["origin"]) == (0, {"kind": "converted", "source": source})
 
 
 def test_masters_are_merged_where_every_input_has_them(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_silent_changes_are_refused_unless_allowed(path: str, value: Any, field:
         compare_state(run_state(), current, [n for n in run_state()["facts"] if n != field])
     for word in (field, "--" + field.replace("_", "-")):
         (line,) = compare_state(run_state(), current, [word])
-        assert str(line).startswith(path) and str(line).endswith(f"checkpoint, {value} now")
+        assert str(line).startswith(path) and str(line).endswith(f"checkpoint, {value!r} now")
 
 
 @pytest.mark.parametrize("path", ["num_layers", "vocab_size", "rotary_base.base"])

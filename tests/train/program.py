@@ -69,6 +69,12 @@ def train_rank(argv: Sequence[str], rank: int, world_size: int) -> int:
     return code
 
 
+def save_now(parts: Parts, state: TrainState) -> None:
+    """Save this moment and wait until it is published."""
+    parts.saver.save(parts, state)
+    parts.saver.finish(parts)
+
+
 def rows(path: Path, kind: str = "train") -> list[dict[str, Any]]:
     """Rows of a metrics file."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -165,6 +165,8 @@ def _check_windows(
     positions = flags["max_position_embeddings"]
     window, used = values.get("sliding_window"), values.get("use_sliding_window", True)
     kinds = values.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise UserError(f"{source}: layer_types {kinds!r} is no list")
     odd = sorted({str(k) for k in kinds or () if k not in ("full_attention", "sliding_attention")})
     if odd:
         raise UserError(f"{source}: layer_types has {', '.join(odd)}, which is not supported")
@@ -173,6 +175,8 @@ def _check_windows(
     if kinds is not None and "sliding_attention" not in kinds:
         return
     windowed_from = values["max_window_layers"] if "max_window_layers" in family.defaults else 0
+    if not isinstance(windowed_from, int):
+        raise UserError(f"{source}: max_window_layers {windowed_from!r} is no number of layers")
     if kinds is None and windowed_from >= flags["num_layers"]:
         return
     if not isinstance(window, int) or window < positions:

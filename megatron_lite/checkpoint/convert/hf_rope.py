@@ -38,8 +38,8 @@ def rope_flags(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         UserError: a kind, a constant or a combination that is not computed here.
     """
     scaling = _one_dictionary(values, source)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in KNOWN_KEYS:
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if not isinstance(kind, str) or kind not in KNOWN_KEYS:
         legal = ", ".join(KNOWN_KEYS)
         raise UserError(f"{source}: rope type {kind!r} is not supported; supported are {legal}")
     odd = sorted(

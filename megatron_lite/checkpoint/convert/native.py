@@ -7,6 +7,7 @@ Tokenizer files lie in SAVE/tokenizer/, outside of the transaction and written b
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -121,6 +122,14 @@ def _tokenizer_assets(
         return {}, [
             f"note: the tokenizer {model} is not there; --tokenizer-dir names its directory"
         ]
+    trained_with = checkpoint.state["facts"].get("tokenizer_type")
+    if isinstance(trained_with, Mapping):
+        wanted = trained_with.get("model_sha256")
+        if wanted not in (None, hashlib.sha256(model.read_bytes()).hexdigest()):
+            return {}, [
+                f"warning: {model} is not the tokenizer of the run (its sha256 differs) and does "
+                "not go along; --tokenizer-dir names the right one"
+            ]
     if (model.parent / CONFIG_FILE).is_file():
         return find_assets(model.parent), []
     return own_tokenizer(model, config.tokenizer_type or "", vocab_size)
@@ -180,7 +189,8 @@ def _state_config(bundle: Bundle, folder: Path) -> Config:
     model = bundle.assets.get(SENTENCEPIECE_FILE)
     if isinstance(model, Path) and len(read_sentencepiece(model).pieces) == bundle.vocab_size:
         place = str(folder / SENTENCEPIECE_FILE)
-        return replace(config, tokenizer_type="Llama2Tokenizer", tokenizer_model=place)
+        # Without a leading BOS, which a command can still ask for by another tokenizer type.
+        return replace(config, tokenizer_type=SENTENCEPIECE_NAMES[0], tokenizer_model=place)
     return replace(config, tokenizer_type="NullTokenizer", vocab_size=bundle.vocab_size)
 
 

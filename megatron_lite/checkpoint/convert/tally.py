@@ -80,5 +80,8 @@ def check_written(written: Mapping[str, str], target: Bundle) -> str:
         del data  # before the next tensor is read
     if wrong:
         told = ", ".join(wrong[:5])
-        raise DamagedError(f"{target.source}: {len(wrong)} tensors were not written right: {told}")
+        raise DamagedError(
+            f"{target.source}: {len(wrong)} tensors were not written right, the result must not be "
+            f"used: {told}"
+        )
     return digest.hexdigest()

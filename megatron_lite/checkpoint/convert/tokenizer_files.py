@@ -24,6 +24,8 @@ from megatron_lite.checkpoint.convert.sentencepiece_file import (
     SentencePieceFile,
     read_sentencepiece,
 )
+from megatron_lite.checkpoint.files import read_file
+from megatron_lite.checkpoint.strict_json import parse_json
 from megatron_lite.data.tokenizer import BOS_NAME, SPACE_MARK
 
 ASSET_FILES = (
@@ -41,7 +43,7 @@ ASSET_FILES = (
 SENTENCEPIECE_FILE = "tokenizer.model"
 CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
-MAX_GENERATION_BYTES = 2**20
+MAX_ASSET_BYTES = 2**28
 NO_LENGTH_LIMIT = 10**30  # Hugging Face's "no limit"
 
 
@@ -57,7 +59,7 @@ def find_assets(directory: Path) -> dict[str, Path | bytes]:
 
 def asset_bytes(asset: Path | bytes) -> bytes:
     """Return the content of an asset."""
-    return asset if isinstance(asset, bytes) else asset.read_bytes()
+    return asset if isinstance(asset, bytes) else read_file(asset, MAX_ASSET_BYTES)
 
 
 def sentencepiece_assets(path: Path, tokenizer_type: str) -> dict[str, Path | bytes]:
@@ -84,19 +86,22 @@ def sentencepiece_assets(path: Path, tokenizer_type: str) -> dict[str, Path | by
 def special_ids(assets: Mapping[str, Path | bytes]) -> dict[str, Any]:
     """Return bos_token_id and eos_token_id of the assets, for config.json."""
     if GENERATION_FILE in assets:
-        try:
-            value = json.loads(asset_bytes(assets[GENERATION_FILE])[:MAX_GENERATION_BYTES])
-        except ValueError:
-            value = {}
-        if isinstance(value, dict):
-            names = ("bos_token_id", "eos_token_id", "pad_token_id")
-            return {name: value[name] for name in names if name in value}
+        data = asset_bytes(assets[GENERATION_FILE])
+        value = parse_json(data, GENERATION_FILE, MAX_ASSET_BYTES)
+        found = value if isinstance(value, dict) else {}
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return {name: found[name] for name in names if _are_ids(found.get(name))}
     path = assets.get(SENTENCEPIECE_FILE)
     if isinstance(path, Path):
         model = read_sentencepiece(path)
         ids = {"bos_token_id": model.bos, "eos_token_id": model.eos}
         return {name: number for name, number in ids.items() if number >= 0}
     return {}
+
+
+def _are_ids(value: Any) -> bool:
+    several = value if isinstance(value, list) and value else [value]
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in several)
 
 
 def _is_expressible(model: SentencePieceFile) -> bool:

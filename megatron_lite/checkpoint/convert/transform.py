@@ -37,25 +37,40 @@ def map_tensors(
     bundle: Bundle,
     wanted: Callable[[str], bool],
     change: Callable[[Tensor], Tensor],
-    dtype: str | None = None,
 ) -> dict[str, LogicalTensor]:
     """Return the tensors with `change` applied where `wanted(name)`; shapes stay."""
 
     def changed(tensor: LogicalTensor) -> LogicalTensor:
-        return LogicalTensor(
-            tensor.name, dtype or tensor.dtype, tensor.shape, lambda: change(tensor.load())
-        )
+        return replace(tensor, load=lambda: change(tensor.load()))
 
     return {n: changed(t) if wanted(n) else t for n, t in bundle.tensors.items()}
 
 
 def to_dtype(bundle: Bundle, dtype: str) -> Bundle:
-    """Return the bundle with every tensor in `dtype`."""
-    target = getattr(torch, dtype)
-    tensors = map_tensors(
-        bundle, lambda name: bundle.tensors[name].dtype != dtype, lambda t: t.to(target), dtype
-    )
+    """Return the bundle with every tensor in `dtype`.
+
+    Raises:
+        UserError: when a tensor is read whose values are beyond the range of `dtype`.
+    """
+    tensors = {
+        name: tensor if tensor.dtype == dtype else _converted(tensor, dtype)
+        for name, tensor in bundle.tensors.items()
+    }
     return replace(bundle, tensors=tensors, config=with_precision(bundle.config, dtype))
+
+
+def _converted(tensor: LogicalTensor, dtype: str) -> LogicalTensor:
+    def load() -> Tensor:
+        value = tensor.load()
+        result = value.to(getattr(torch, dtype))
+        if not bool((result.isfinite() | ~value.isfinite()).all()):
+            largest = torch.finfo(result.dtype).max
+            raise UserError(
+                f"{tensor.name}: has values beyond {largest:.6g}, the largest of --dtype {dtype}"
+            )
+        return result
+
+    return LogicalTensor(tensor.name, dtype, tensor.shape, load)
 
 
 def half_split_rotary(bundle: Bundle) -> Bundle:

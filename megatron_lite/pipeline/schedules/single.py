@@ -5,11 +5,13 @@ at a time and gradients accumulate in microbatch order, which is the order that 
 schedule must reproduce bitwise.
 """
 
-from megatron_lite.pipeline.actions import Action, Kind, Schedule
+from megatron_lite.pipeline.actions import Action, Kind
+from megatron_lite.pipeline.passes import Order
+from megatron_lite.pipeline.schedules.options import Options
 
 
-def single(num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
-    """Build the table of a model that is not cut in depth.
+def single(num_ranks: int, chunks: int, num_microbatches: int, options: Options) -> Order:
+    """Order the computations of a model that is not cut in depth.
 
     Raises:
         ValueError: more than one stage, or no microbatch.
@@ -18,10 +20,9 @@ def single(num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
         raise ValueError(f"one stage on one rank, not {chunks} on each of {num_ranks}")
     if num_microbatches < 1:
         raise ValueError("a step needs at least one microbatch")
-    work = tuple(
+    work = [
         Action(kind, 0, microbatch)
         for microbatch in range(num_microbatches)
         for kind in (Kind.F, Kind.B)
-    )
-    closing = (Action(Kind.REDUCE, 0), Action(Kind.NORM), Action(Kind.STEP, 0))
-    return Schedule("single", num_microbatches, (0,), (work + closing,))
+    ]
+    return Order((0,), [work], (1,))

@@ -258,9 +258,13 @@ def rank_directory(tp_rank: int, pp_rank: int, pp: int) -> str:
 
 def write_torch(
     root: Path, model: Model, weights: dict[str, Tensor], *, tp: int, pp: int, vp: int = 1,
-    spelling: str = "te", more: dict[str, Any] | None = None, **changes: Any,
+    spelling: str = "te", split: tuple[int, ...] | None = None,
+    more: dict[str, Any] | None = None, **changes: Any,
 ) -> Path:  # fmt: skip
-    """Write iteration 5 in the `torch` layout; return its directory."""
+    """Write iteration 5 in the `torch` layout; return its directory.
+
+    `split` gives the layers of each pipeline stage where they are uneven.
+    """
     directory = root / "iter_0000005"
     for p in range(pp):
         for t in range(tp):
@@ -273,6 +277,8 @@ def write_torch(
             }
             for chunk in range(vp):
                 layers = chunk_layers(model, pp, vp, p, chunk)
+                if split is not None:
+                    layers = list(range(sum(split[:p]), sum(split[: p + 1])))
                 first, last = p == chunk == 0, (p, chunk) == (pp - 1, vp - 1)
                 state = core_chunk(model, weights, layers, t, tp, first=first, last=last)
                 if spelling != "core":

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from megatron_lite.checkpoint.catalog import find_checkpoint
 from megatron_lite.checkpoint.convert.hf_read import read_hf
 from megatron_lite.checkpoint.convert.native import write_native
 from megatron_lite.checkpoint.tensors import read_safetensors, write_safetensors
+from megatron_lite.data.writer import DatasetWriter
 from megatron_lite.mesh.launch import RunStatus, WorldInfo
 from megatron_lite.model.sampling import _context
 from megatron_lite.train.sample import load_stage
@@ -171,3 +173,24 @@ def our_logits(
     else:
         rank_pool.run(tp, logits_rank, **arguments)
     return read_safetensors(out)["logits"]
+
+
+def flags(load: Path, folder: Path, tp: int) -> list[str]:
+    """A command line that trains a converted checkpoint for a step; the model comes from it.
+
+    Every sample of its data set is `prompt()`: one document of one period. The learning
+    rate is 0, so the weights stay what they were.
+    """
+    data = folder / "data"
+    if not data.with_name("data.idx").exists():
+        with DatasetWriter(data, np.uint16) as writer:
+            writer.add_document(np.array(prompt()[0].tolist() * 40))
+            writer.finalize()
+    words = (
+        f"--load {load} --use-checkpoint-args --seq-length 16 --micro-batch-size 1 "
+        "--global-batch-size 2 --train-iters 1 --lr 0.0 --weight-decay 0 --eval-iters 0 "
+        "--lr-decay-style constant --hidden-dropout 0 --attention-dropout 0 --split 1 "
+        f"--data-path {data} --data-cache-path {folder / 'cache'} --num-workers 0 --device cpu "
+        f"--tensor-model-parallel-size {tp}"
+    )
+    return words.split()

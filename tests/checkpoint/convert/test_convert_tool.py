@@ -1,21 +1,32 @@
 """The converter's command line: what it takes, tells, refuses, and leaves behind."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_lite.checkpoint.convert.bundle import Bundle, logical_specs
+from megatron_lite.checkpoint.convert.hf_write import write_hf
 from megatron_lite.checkpoint.convert.native import read_native
 from megatron_lite.checkpoint.direct import LogicalTensor, write_directly
 from megatron_lite.checkpoint.reader import open_checkpoint
 from megatron_lite.checkpoint.state import converted_state
 from megatron_lite.checkpoint.strict_json import plain_json
 from megatron_lite.config.resolve import resolved_values
-from tests.checkpoint.convert.peers import build_peer, differing, save_peer, weight_files
+from tests.checkpoint.convert.peers import (
+    VOCABULARY,
+    build_peer,
+    differing,
+    save_peer,
+    weight_files,
+)
 from tests.checkpoint.convert.test_hf_cases import LLAMA, random_bundle
 from tests.checkpoint.tiny import same_bits
+from tests.pool import REPOSITORY
 from tools.convert_checkpoint import main, parse_size
 from tools.generate import main as generate
 from tools.inspect_checkpoint import main as inspect
@@ -56,6 +67,15 @@ def test_megatron_words_are_understood(places: tuple[Path, Path, Path]) -> None:
     assert open_checkpoint(native).step == 0
 
 
+def test_through_megatron_and_back_to_the_bit(places: tuple[Path, Path, Path]) -> None:
+    source, native, back = places
+    layout = ("--target-tensor-parallel-size", "2", "--no-checking")
+    assert main(words("hf", "megatron", source, native, *layout)) == 0
+    assert main(words("megatron", "hf", native, back)) == 2
+    assert main(words("megatron", "hf", native, back, "--trust-pickle")) == 0
+    assert differing(source, back) == []
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -64,6 +84,9 @@ def test_megatron_words_are_understood(places: tuple[Path, Path, Path]) -> None:
         ("--from hf --loader mcore --to native", "--from hf and --loader mcore differ"),
         ("--from hf --to native --model-type BERT", "--model-type BERT is not supported"),
         ("--from hf --to native --max-shard-size 5XB", "--max-shard-size '5XB'"),
+        ("--from hf --to native --step 3", "--step has no meaning here"),
+        ("--from hf --to native --hf-architecture LlamaForCausalLM", "belongs to --to hf"),
+        ("--from hf --to native --target-tensor-parallel-size 2", "belongs to --to megatron"),
         ("--from hf --to native --tokenizer-dir nowhere", "holds no tokenizer files"),
     ],
 )
@@ -129,6 +152,22 @@ def test_dtype_converts_and_float32_takes_the_masters(tmp_path: Path) -> None:
         assert same_bits(found, exact.to(getattr(torch, wanted)))
 
 
+def test_values_that_a_dtype_cannot_hold_are_refused_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_lite.checkpoint.convert.native import write_native
+
+    bundle = random_bundle(LLAMA)
+    name = "decoder.layers.1.mlp.linear_up.weight"
+    large = replace(bundle.tensors[name], load=lambda: torch.full((96, 64), 1e5))
+    write_native(replace(bundle, tensors={**bundle.tensors, name: large}), tmp_path / "n")
+    line = words("native", "hf", tmp_path / "n", tmp_path / "out", "--dtype")
+    assert main([*line, "float16"]) == 2
+    assert f"{name}: has values beyond 65504" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["n"]
+    assert main([*line, "bfloat16"]) == 0
+
+
 def test_norms_stored_minus_one_are_completed_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +182,33 @@ def test_norms_stored_minus_one_are_completed_or_refused(
     assert main(words("native", "hf", tmp_path / "single", tmp_path / "b")) == 0
     stored = bundle.tensors["decoder.final_layernorm.weight"].load()
     assert same_bits(weight_files(tmp_path / "b")["model.norm.weight"], stored + 1)
+
+
+def test_memory_is_that_of_the_largest_tensors_not_of_the_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "ffn_hidden_size": 8192, "num_layers": 2}
+    config = replace(LLAMA, **sizes)
+    largest = 512 * 8192 * 4
+    tensors = {
+        spec.name: LogicalTensor(
+            spec.name, "float32", spec.shape, lambda shape=spec.shape: torch.zeros(shape)
+        )
+        for spec in logical_specs(config, VOCABULARY)
+    }
+    write_hf(Bundle(config, VOCABULARY, tensors, "zeros"), tmp_path / "hf")
+    code = (
+        "import resource, sys\n"
+        "from tools.convert_checkpoint import main\n"
+        "import torch; torch.zeros(2**20).sum()\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak(); code = main(sys.argv[1:]); print(peak() - before); sys.exit(code)\n"
+    )
+    for source, target, load, save in (("hf", "native", "hf", "n"), ("native", "hf", "n", "out")):
+        line = words(source, target, tmp_path / load, tmp_path / save)
+        run = [sys.executable, "-c", code, *line]
+        done = subprocess.run(run, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+        assert done.returncode == 0, done.stderr
+        # A mapping of the source and a copy; the model has six such tensors and more.
+        assert int(done.stdout.split()[-1]) < 3 * largest
 
 
 def test_an_architecture_can_be_asked_for(places: tuple[Path, Path, Path]) -> None:

@@ -20,11 +20,13 @@ from megatron_lite.checkpoint.tensors import read_safetensors, write_safetensors
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import DamagedError
 from megatron_lite.mesh.launch import RunStatus
+from megatron_lite.train.loop import train
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.state import TrainState
 from tests.checkpoint.convert.peers import (
     VOCABULARY,
     differing,
+    flags,
     our_logits,
     peer_logits,
     prompt,
@@ -34,7 +36,7 @@ from tests.checkpoint.convert.peers import (
     weight_files,
 )
 from tests.pool import RankPool
-from tests.train.program import build_and, train_rank
+from tests.train.program import build_and
 from tools.convert_checkpoint import build_parser, main
 
 WEIGHTS = "model.safetensors"
@@ -109,26 +111,14 @@ def test_c022_the_layout_is_in_the_checkpoint_and_no_option_of_the_tool(tmp_path
     assert half_split_rotary(read_native(tmp_path)).config.rotary_interleaved is False
 
 
-def flags(load: Path, save: Path | None, tp: int, *more: str) -> list[str]:
-    """A command line that trains a converted checkpoint; the model comes from it."""
-    words = (
-        f"--load {load} --use-checkpoint-args --seq-length 16 --micro-batch-size 1 "
-        "--global-batch-size 2 --train-iters 1 --mock-data --lr 0.0 --weight-decay 0 "
-        "--lr-decay-style constant --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 "
-        f"--split 1 --num-workers 0 --device cpu --tensor-model-parallel-size {tp}"
-    ).split()
-    return [*words, *(["--save", str(save), "--save-interval", "1"] if save else []), *more]
-
-
-def padded_rows(parts: Parts, state: TrainState, status: RunStatus) -> list[int]:
-    """Rows of this rank's embedding and output layer."""
-    del state, status
+def train_and_look(parts: Parts, state: TrainState, status: RunStatus) -> list[int]:
+    """Exit code of the run, and the rows of this rank's embedding and output layer."""
     names = ("embedding.word_embeddings.weight", "output_layer.weight")
-    return [parts.stage.param(name).shape[0] for name in names]
+    return [train(parts, state, status), *(parts.stage.param(name).shape[0] for name in names)]
 
 
 def rows_rank(argv: list[str], rank: int, world_size: int) -> list[int]:
-    found: list[int] = build_and(padded_rows, argv, rank, world_size)
+    found: list[int] = build_and(train_and_look, argv, rank, world_size)
     return found
 
 
@@ -141,11 +131,12 @@ def test_c023_padding_is_derived_at_load_and_in_no_file(
     for tp, total in ((1, 112), (4, 128), (1, 112)):
         divisor = ("--make-vocab-size-divisible-by", "16")
         save = tmp_path / str(len(places))
-        argv = flags(places[-1], save, tp, *divisor)
+        argv = [*flags(places[-1], tmp_path, tp), *divisor, "--save", str(save)]
+        argv += ["--save-interval", "1"]
         if len(places) > 1:
             argv.append("--finetune")
-        assert rank_pool.run(tp, rows_rank, argv=argv) == [[total // tp] * 2] * tp
-        assert set(rank_pool.run(tp, train_rank, argv=argv)) == {0}
+        rows = total // tp
+        assert rank_pool.run(tp, rows_rank, argv=argv) == [[0, rows, rows]] * tp
         places.append(save)
         checkpoint = open_checkpoint(save)
         assert checkpoint.shape("embedding.word_embeddings.weight") == (VOCABULARY, 64)

@@ -70,6 +70,8 @@ def test_c021_grouped_queries_convert_and_compute_the_same_at_tp_1_and_2(
         assert ((found - wanted).abs().amax(-1) < 1e-4).all()
     write_hf(read_native(native), back)
     assert differing(source, back) == []
+    reopened = transformers.AutoModelForCausalLM.from_pretrained(back).eval()
+    assert torch.equal(peer_logits(reopened, tokens), wanted)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])

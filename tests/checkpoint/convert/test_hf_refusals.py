@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.checkpoint.convert.hf_config import build_config, choose_family, parse_config
-from megatron_lite.checkpoint.convert.hf_families import FAMILIES, REFUSED
+from megatron_lite.checkpoint.convert.hf_families import FAMILIES, HANDLED, REFUSED
 from megatron_lite.config.plan import build_model
 from megatron_lite.errors import UserError
 
@@ -163,8 +163,40 @@ def test_a_model_that_no_family_expresses_is_refused_with_every_reason() -> None
     with pytest.raises(UserError) as caught:
         choose_family(build_model(config, 100), None, None)
     assert all(name in str(caught.value) for name in FAMILIES)
+    partly = replace(parse({}).config, rotary_percent=0.5)
+    with pytest.raises(UserError, match="only 4 of 8 channels per head are rotated"):
+        choose_family(build_model(partly, 100), None, "LlamaForCausalLM")
     with pytest.raises(UserError, match="GPT2LMHeadModel: position_embedding_type is 'rope'"):
         choose_family(build_model(parse({}).config, 100), None, "GPT2LMHeadModel")
+
+
+ODD_VALUES = (None, True, False, -1, 0, 1.5, 2**40, "x", "", [], [None], {}, {"a": {}}, 1e300)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_whatever_a_field_holds_it_is_read_or_refused_in_words(name: str) -> None:
+    base = GPT2 if name == "GPT2LMHeadModel" else LLAMA | {"sliding_window": None}
+    family = FAMILIES[name]
+    fields = {*base, *family.numbers, *family.defaults, *HANDLED, "dtype", "model_type"}
+    fields |= {field for choice in family.choices for field in choice.fields}
+    read = 0
+    for field in sorted(fields):
+        for value in ODD_VALUES:
+            try:
+                found = parse({"architectures": [name], field: value}, base)
+            except UserError:
+                continue
+            build_model(found.config, found.vocab_size)
+            read += 1
+    nested = ("rope_type", "type", "factor", "rope_theta", *LLAMA3)
+    for field in nested:
+        for value in ODD_VALUES:
+            for spelling in ("rope_scaling", "rope_parameters"):
+                try:
+                    parse({"architectures": [name], spelling: LLAMA3 | {field: value}}, base)
+                except UserError:
+                    continue
+    assert read > 20
 
 
 def test_config_json_is_parsed_strictly(tmp_path: Path) -> None:

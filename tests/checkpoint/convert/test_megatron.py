@@ -72,12 +72,17 @@ def test_rank_files_are_read_to_the_bit(
     assert shape.norm_epsilon == 1e-6
 
 
-def test_c031_virtual_stages_put_layers_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pp", "vp", "split"), [(2, 2, None), (2, 1, (3, 5)), (2, 1, (1, 7)), (4, 1, (1, 3, 3, 1))]
+)
+def test_c031_layers_of_any_division_come_in_order(
+    tmp_path: Path, pp: int, vp: int, split: tuple[int, ...] | None
+) -> None:
     model = replace(LLAMA, layers=8)
     weights = logical_weights(model)
     for layer in range(8):
         weights[f"decoder.layers.{layer}.input_layernorm.weight"].fill_(layer)
-    write_torch(tmp_path, model, weights, tp=1, pp=2, vp=2)
+    write_torch(tmp_path, model, weights, tp=1, pp=pp, vp=vp, split=split)
     with read_megatron(tmp_path, trust_pickle=True) as bundle:
         found = [
             bundle.tensors[f"decoder.layers.{layer}.input_layernorm.weight"].load()[0].item()

@@ -11,12 +11,17 @@ from megatron_lite.checkpoint.convert.hf_write import write_hf
 from megatron_lite.checkpoint.convert.native import read_native, write_native
 from megatron_lite.checkpoint.convert.sentencepiece_file import read_sentencepiece
 from megatron_lite.checkpoint.convert.tokenizer_files import asset_bytes, sentencepiece_assets
+from megatron_lite.checkpoint.direct import write_directly
+from megatron_lite.checkpoint.state import converted_state
+from megatron_lite.checkpoint.strict_json import plain_json
+from megatron_lite.config.resolve import resolved_values
 from megatron_lite.data.tokenizer import SentencePieceTokenizer
 from megatron_lite.data.train_tokenizer import train_tokenizer
 from megatron_lite.errors import UserError
 from tests.checkpoint.convert.peers import save_peer, transformers
 from tests.checkpoint.convert.test_hf_cases import LLAMA, random_bundle
 from tools.convert_checkpoint import main
+from tools.generate import main as generate
 
 CARRIED = {
     "tokenizer.json": b'{"version": "1.0"}',
@@ -102,16 +107,36 @@ def test_a_model_trained_with_our_tokenizer_opens_whole(
     assert all(theirs(text)["input_ids"] == ours.encode(text) for text in TEXTS)
 
 
-def test_a_sentencepiece_model_of_the_source_serves_the_converted_checkpoint(
+def test_a_tokenizer_that_has_changed_since_the_run_does_not_go_along(
     tmp_path: Path, models: dict[str, Path]
+) -> None:
+    model = tmp_path / "tok.model"
+    model.write_bytes(models["bpe"].read_bytes())
+    chosen = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(model)}
+    bundle = random_bundle(replace(LLAMA, **chosen, micro_batch_size=1, train_iters=1))
+    config = plain_json(resolved_values(bundle.config, 1))
+    state = converted_state(config, bundle.model, "x")
+    state["facts"]["tokenizer_type"] = SentencePieceTokenizer(str(model)).fingerprint()
+    write_directly(tmp_path / "run", 5, bundle.tensors.values(), plain_json(state))
+    assert read_native(tmp_path / "run").assets.keys() >= {"tokenizer.model", "tokenizer.json"}
+    model.write_bytes(models["unigram"].read_bytes())
+    found = read_native(tmp_path / "run")
+    assert not found.assets and "is not the tokenizer of the run" in found.notes[-1]
+
+
+def test_a_sentencepiece_model_of_the_source_serves_the_converted_checkpoint(
+    tmp_path: Path, models: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, native = tmp_path / "hf", tmp_path / "native"
     save_peer(source, "llama", vocab_size=600)
     (source / "tokenizer.model").write_bytes(models["bpe"].read_bytes())
     write_native(read_hf(source), native)
     config = read_native(native).config
-    assert config.tokenizer_type == "Llama2Tokenizer"
+    assert config.tokenizer_type == "SentencePieceTokenizer"
     assert config.tokenizer_model == str(native / "tokenizer" / "tokenizer.model")
+    line = f"--load {native} --greedy --max-new-tokens 4 --device cpu --prompt import"
+    assert generate(line.split()) == 0
+    assert "import" in capsys.readouterr().out
 
 
 def test_a_directory_of_tokenizer_files_can_be_named(
