@@ -91,9 +91,11 @@ class Pipeline:
         """
         key = (num_microbatches, training)
         if key not in self._tables:
-            schedule = build_schedule(self.name, self.groups.pp.size, self.chunks, num_microbatches)
-            if not training:
-                schedule = forward_only(schedule, num_microbatches)
+            if training:
+                ranks = self.groups.pp.size
+                schedule = build_schedule(self.name, ranks, self.chunks, num_microbatches)
+            else:
+                schedule = forward_only(self.placement, num_microbatches)
             if self.groups.pp.size > 1:
                 agree(schedule.digest(), self.groups.world, "the table of the schedule")
             self._tables[key] = schedule
