@@ -56,7 +56,7 @@ def describe(found: Found, *, verified: bool, with_hash: bool) -> dict[str, Any]
     """Collect what the tool prints; bytes are those of the shards."""
     manifest = found.manifest
     report: dict[str, Any] = {
-        "directory": str(found.directory),
+        "directory": found.place,
         "step": manifest.step,
         "epoch": manifest.epoch,
         "attempt": manifest.attempt,
@@ -163,8 +163,8 @@ def describe_difference(here: Found, there: Found, parts: Sequence[str]) -> dict
         changes = state_differences(here.manifest.state, there.manifest.state)
         state = [{"path": c.path, "here": c.saved, "there": c.current} for c in changes]
     return {
-        "here": {"directory": str(here.directory), "step": here.step},
-        "there": {"directory": str(there.directory), "step": there.step},
+        "here": {"directory": here.place, "step": here.step},
+        "there": {"directory": there.place, "step": there.step},
         "compared": list(parts),
         "tensors": tensors,
         "state": state,

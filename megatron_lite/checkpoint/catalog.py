@@ -57,6 +57,13 @@ class Found:
     passed_over: tuple[PassedOver, ...] = ()
     mirror: Mirror | None = None  # of a checkpoint in an object store
 
+    @property
+    def place(self) -> str:
+        """Where the checkpoint is, in the user's words: its directory or its URL."""
+        return (
+            str(self.directory) if self.mirror is None else self.mirror.words(str(self.directory))
+        )
+
 
 def published_steps(root: Path) -> list[int]:
     """Return the published steps, newest first, whether they verify or not."""

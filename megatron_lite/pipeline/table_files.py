@@ -28,7 +28,7 @@ from megatron_lite.pipeline.actions import (
     parse_action,
 )
 from megatron_lite.pipeline.passes import Rows, insert_closing, insert_transfers
-from megatron_lite.pipeline.verify import check_schedule
+from megatron_lite.pipeline.verify import check_placement, check_schedule
 
 FORMAT = "megatron_lite schedule"
 MAX_BYTES = 256 * 2**20
@@ -90,9 +90,10 @@ def read_table(path: Path) -> Schedule:
     try:
         schedule = _parse_csv(text, path.stem) if is_csv else _parse_json(text, path.stem)
         _check_counts(schedule)
+        check_placement(schedule)
         schedule = _complete(schedule)
         check_schedule(schedule)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, csv.Error) as error:
         raise UserError(f"{path} is not a usable schedule: {_brief(error)}") from error
     return schedule
 
@@ -228,8 +229,6 @@ def _complete(schedule: Schedule) -> Schedule:
         closing = [[a for a in row if a.kind not in COMPUTE] for row in rows]
         if any(closing):
             raise ValueError("transfers are missing; leave them out together with REDUCE to STEP")
-        if any(a.stage is not None and a.stage >= len(schedule.placement) for r in rows for a in r):
-            raise ValueError(f"an action of a stage beyond the {len(schedule.placement)} placed")
         rows = insert_transfers(rows, schedule.placement)
     if not schedule.forward_only and kinds.isdisjoint(_CLOSING):
         rows = insert_closing(rows, schedule.placement)

@@ -43,17 +43,28 @@ def check_schedule(schedule: Schedule) -> None:
     Raises:
         ScheduleError: with all violations of the first of these parts that has any.
     """
-    problems = list(_check_placement(schedule))
-    if not problems:
-        for rank in range(len(schedule.ranks)):
-            problems += _check_rank(schedule, rank)
+    check_placement(schedule)
+    problems: list[str] = []
+    for rank in range(len(schedule.ranks)):
+        problems += _check_rank(schedule, rank)
     problems = problems or list(_check_channels(schedule))
     problems = problems or list(_check_rendezvous(schedule))
     if problems:
         raise ScheduleError(schedule.name, problems)
 
 
-def _check_placement(schedule: Schedule) -> Iterator[str]:
+def check_placement(schedule: Schedule) -> None:
+    """Check that every stage is on a rank and every action on the rank that holds its stage.
+
+    Raises:
+        ScheduleError: with what is misplaced; nothing else may be computed from the table.
+    """
+    problems = list(_misplaced(schedule))
+    if problems:
+        raise ScheduleError(schedule.name, problems)
+
+
+def _misplaced(schedule: Schedule) -> Iterator[str]:
     ranks = range(len(schedule.ranks))
     if schedule.num_microbatches < 1 or not schedule.placement or not schedule.ranks:
         yield "a table needs a rank, a stage and a microbatch"

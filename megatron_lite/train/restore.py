@@ -192,10 +192,10 @@ def _read(core: Core, checkpoint: Checkpoint, source: _Source) -> _Content:
     left = {*difference.missing, *difference.shape}
     stored = _stored_names(core, checkpoint, left, weights_only)
     pieces = _pieces_by_name(core)
-    tensors = {
-        name: checkpoint.read(origin, pieces[name].box.offset, pieces[name].box.shape)
-        for name, origin in stored.items()
-    }
+    boxes = [
+        (origin, pieces[name].box.offset, pieces[name].box.shape) for name, origin in stored.items()
+    ]
+    tensors = dict(zip(stored, checkpoint.read_many(boxes), strict=True))
     return _Content(tensors, state, changes)
 
 

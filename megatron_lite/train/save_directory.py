@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.catalog import published_steps
 from megatron_lite.checkpoint.fence import Membership, take_membership
-from megatron_lite.checkpoint.files import FileSystem
+from megatron_lite.checkpoint.files import FILE_MODE, FileSystem
 from megatron_lite.checkpoint.remote_save import (
     check_place,
     remote_steps,
@@ -120,7 +120,8 @@ def note_progress(root: Path, iteration: int, consumed_samples: int, world_size:
     """Append a line to progress.txt (`--log-progress`)."""
     now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
     job = os.environ.get("SLURM_JOB_ID", "")
-    with open(root / "progress.txt", "a", encoding="utf-8") as file:
+    path = root / "progress.txt"
+    with open(path, "a", encoding="utf-8", opener=lambda p, f: os.open(p, f, FILE_MODE)) as file:
         file.write(
             f"{now}\tJob ID: {job}\t# GPUs: {world_size}\tSaved checkpoint\t"
             f"Iteration: {iteration}\tConsumed samples: {consumed_samples}\n"

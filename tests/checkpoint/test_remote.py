@@ -1,5 +1,6 @@
 """Object stores: the same guarantees as on disks, whatever the store or the way to it does."""
 
+import json
 import os
 import random
 import time
@@ -458,3 +459,12 @@ def test_a_staging_directory_that_cannot_be_made_is_told(filled: str, tmp_path: 
         load_newest(
             filled, local_group("world"), lambda c: None, staging=str(tmp_path / "file" / "x")
         )
+
+
+def test_the_inspecting_tool_takes_a_url(filled: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from tools.inspect_checkpoint import main
+
+    assert main([filled, "--verify", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["directory"] == f"{filled}/attempts/2-0-{NONCE}"
+    assert report["step"] == 2

@@ -1,0 +1,184 @@
+"""The cut in depth: every layer once, in order, or a message with the numbers."""
+
+from itertools import accumulate, combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lite.errors import UserError
+from megatron_lite.pipeline.partition import (
+    Split,
+    StagePart,
+    balance_layers,
+    check_parts,
+    layers_of_rank,
+    parse_layout,
+    split_layers,
+)
+from megatron_lite.pipeline.placement import looping, v_shape
+
+
+def counts(parts: tuple[StagePart, ...]) -> list[int]:
+    return [len(part.layers) for part in parts]
+
+
+def test_c031_interleaved_ranks_hold_the_layers_of_their_stages() -> None:
+    placement = looping(2, 2)
+    parts = split_layers(8, placement)
+    assert layers_of_rank(parts, placement, 0) == (0, 1, 4, 5)
+    assert layers_of_rank(parts, placement, 1) == (2, 3, 6, 7)
+    v_parts = split_layers(8, v_shape(2))
+    assert layers_of_rank(v_parts, v_shape(2), 0) == (0, 1, 6, 7)
+
+
+def test_c031_unequal_ranks_keep_the_global_order() -> None:
+    parts = split_layers(8, looping(2, 1), Split(first=3, last=5))
+    assert [part.layers for part in parts] == [(0, 1, 2), (3, 4, 5, 6, 7)]
+    parts = split_layers(8, looping(2, 1), Split(first=1))
+    assert [part.layers for part in parts] == [(0,), (1, 2, 3, 4, 5, 6, 7)]
+    placement = looping(2, 2)
+    parts = split_layers(8, placement, Split(first=2))
+    assert layers_of_rank(parts, placement, 0) == (0, 4)
+    assert layers_of_rank(parts, placement, 1) == (1, 2, 3, 5, 6, 7)
+
+
+def test_c032_layers_that_virtual_stages_do_not_divide_are_refused_with_the_numbers() -> None:
+    with pytest.raises(UserError, match=r"rank 0 gets 5 layers, which its 2 .* e\.g\. 4 or 6"):
+        split_layers(10, looping(2, 2))
+    assert sum(counts(split_layers(8, looping(2, 2)))) == 8
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "split", "told"),
+    [
+        (10, 4, Split(), "10 is not a multiple of --pipeline-model-parallel-size 4; nearest "
+         "legal --num-layers: 8 or 12"),
+        (8, 4, Split(with_embedding=True), "8 + 1 for the embedding = 9 is not .*: 7 or 11"),
+        (8, 4, Split(first=3), "leave 5 layers, which the other 3 .*: 6 or 9"),
+        (8, 2, Split(first=3, last=4), "leave 1 layers for the other 0"),
+        (8, 4, Split(first=7), "leave 1 layers for the other 3"),
+        (8, 4, Split(first=0), "each rank needs a layer"),
+        (8, 1, Split(first=8), "need --pipeline-model-parallel-size above 1"),
+        (8, 4, Split(first=2, with_loss=True), "give one kind"),
+    ],
+)  # fmt: skip
+def test_impossible_splits_are_refused_with_legal_values(
+    layers: int, ranks: int, split: Split, told: str
+) -> None:
+    with pytest.raises(UserError, match=told.replace("+", r"\+")):
+        split_layers(layers, looping(ranks, 1), split)
+
+
+def test_embedding_and_loss_count_as_layers() -> None:
+    split = Split(with_embedding=True, with_loss=True)
+    assert counts(split_layers(14, looping(4, 1), split)) == [3, 4, 4, 3]
+    assert counts(split_layers(14, looping(2, 2), split)) == [3, 4, 4, 3]
+    assert counts(split_layers(15, looping(4, 1), Split(with_loss=True))) == [4, 4, 4, 3]
+    # A stage of the embedding alone is legal.
+    assert counts(split_layers(2, looping(4, 1), split)) == [0, 1, 1, 0]
+
+
+def test_ends_of_a_v_are_on_rank_0() -> None:
+    parts = split_layers(8, v_shape(2))
+    assert parts[0].embedding and parts[3].head
+    assert not any(part.embedding for part in parts[1:])
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "ranks", "mtp", "wanted"),
+    [
+        ("Et|t|t|tL", 4, 2, 0, [1, 1, 1, 1]),
+        ("Et*3|(tt|)*29,m|L", 61, 16, 1, [3, *[2] * 29, 0, 0]),
+        ("Ett|(t|)*2tL", 5, 2, 0, [2, 1, 1, 1]),
+        ("E|t*4|t*4|L", 8, 4, 0, [0, 4, 4, 0]),
+        ("E t , t | t t L", 4, 2, 0, [2, 2]),
+        ("E|((t|)*2)*2L", 4, 6, 0, [0, 1, 1, 1, 1, 0]),
+    ],
+)
+def test_layout_strings_of_megatron(
+    text: str, layers: int, ranks: int, mtp: int, wanted: list[int]
+) -> None:
+    parts = parse_layout(text, layers, ranks, num_mtp=mtp)
+    assert counts(parts) == wanted
+    assert [layer for part in parts for layer in part.layers] == list(range(layers))
+    assert parts[0].embedding and parts[-1].head
+    assert sum(len(part.mtp) for part in parts) == mtp
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Et|t|t", "3 stages for .* 2; legal: a multiple of 2"),
+        ("Et|ttL", "3 decoder layers"),
+        ("Ett|tt", "0 losses"),
+        ("EEtt|ttL", "2 embeddings"),
+        ("Ett|mttL", "1 MTP depths"),
+        ("tEt|ttL", "E first"),
+        ("E|ttttL|", "3 stages"),
+        ("Ett|ttLx", "x is not part of a layout"),
+        ("E(tt|ttL", "repetitions are"),
+        ("Et*|ttt*L", "repetitions are"),
+        ("Ett|tt*99999999L", "more than 1048576 layers"),
+        ("E(t*1000000)*1000000|L", "more than 1048576 layers"),
+        ("E((((((t*999)*999)*999)*999)*999)*999)|L", "more than 1048576 layers"),
+        ("", "1 stages"),
+    ],
+)
+def test_wrong_layout_strings_are_one_message(text: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        parse_layout(text, 4, 2)
+
+
+def test_layout_must_have_the_stages_of_the_other_flag() -> None:
+    with pytest.raises(UserError, match=r"4 stages for .*legal: 2"):
+        parse_layout("Et|t|t|tL", 4, 2, chunks=1)
+
+
+def test_damaged_parts_are_named() -> None:
+    good = list(split_layers(6, looping(3, 1)))
+    with pytest.raises(UserError, match="on no stage: layers 2-3"):
+        check_parts([good[0], StagePart(()), good[2]], 6)
+    with pytest.raises(UserError, match="on several stages: layers 1"):
+        check_parts([good[0], StagePart((1, 2, 3)), good[2]], 6)
+    with pytest.raises(UserError, match="not among the 5 layers: 5"):
+        check_parts(good, 5)
+    with pytest.raises(UserError, match="not in the order"):
+        check_parts([good[0], StagePart((3, 2)), good[2]], 6)
+    with pytest.raises(UserError, match="embedding belongs on the first"):
+        check_parts([StagePart((0, 1)), *good[1:]], 6)
+    with pytest.raises(UserError, match="loss belongs on the last"):
+        check_parts([*good[:2], StagePart((4, 5))], 6)
+
+
+def test_balance_gives_expensive_ends_fewer_layers() -> None:
+    parts = balance_layers([1] * 14, 4, embedding=1, loss=1)
+    assert counts(parts) == [3, 4, 4, 3]
+    assert counts(balance_layers([1] * 8, 4)) == [2, 2, 2, 2]
+    assert counts(balance_layers([1] * 9, 4, loss=3)) == [2, 3, 3, 1]
+    with pytest.raises(UserError, match="3 layers cannot fill 4 pipeline stages; legal: 1 to 3"):
+        balance_layers([1] * 3, 4)
+
+
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=10),
+    st.integers(1, 4),
+    st.integers(0, 20),
+    st.integers(0, 20),
+)
+def test_balance_is_the_best_of_all_cuts(
+    costs: list[int], stages: int, embedding: int, loss: int
+) -> None:
+    if stages > len(costs):
+        return
+    parts = balance_layers(costs, stages, embedding, loss)
+
+    def most(ends: tuple[int, ...]) -> int:
+        bounds = (0, *ends, len(costs))
+        sums = [sum(costs[a:b]) for a, b in pairwise(bounds)]
+        sums[0] += embedding
+        sums[-1] += loss
+        return max(sums)
+
+    best = min(most(cut) for cut in combinations(range(1, len(costs)), stages - 1))
+    assert most(tuple(accumulate(counts(parts)))[:-1]) == best
