@@ -106,15 +106,38 @@ class Pipeline:
         return self.table(num_microbatches, training=training).ranks[self.groups.pp.rank]
 
 
-def build_pipeline(config: Config, plan: Plan, groups: Groups, device: torch.device) -> Pipeline:
-    """Cut the model, place the stages, and open the channels between ranks.
+@dataclass(frozen=True)
+class Cut:
+    """How a run cuts its model: what the flags alone decide.
 
-    Comm: see `open_links`.
+    Attributes:
+        name: of the schedule.
+        chunks: stages per rank.
+        placement: stage -> pipeline rank.
+        parts: all stages.
     """
-    name, parallel, model = schedule_name(config, plan), plan.parallel, plan.model
+
+    name: str
+    chunks: int
+    placement: tuple[int, ...]
+    parts: tuple[StagePart, ...]
+
+
+def plan_cut(config: Config, plan: Plan) -> Cut:
+    """Resolve the schedule of a run, and with it the stages and their places."""
+    name, parallel = schedule_name(config, plan), plan.parallel
     chunks = FIXED_CHUNKS.get(name, parallel.vpp)
-    batch = plan.batch
-    placement = build_schedule(name, parallel.pp, chunks, batch.num_microbatches_at(0)).placement
+    microbatches = plan.batch.num_microbatches_at(0)
+    placement = build_schedule(name, parallel.pp, chunks, microbatches).placement
+    return Cut(name, chunks, placement, cut_model(plan.model.num_layers, len(placement)))
+
+
+def build_pipeline(config: Config, plan: Plan, groups: Groups, device: torch.device) -> Pipeline:
+    """Cut the model, place the stages, open the channels, and agree on the first table.
+
+    Comm: see `open_links` and `Pipeline.table`.
+    """
+    cut, parallel, model = plan_cut(config, plan), plan.parallel, plan.model
     sequence = model.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
     message = MessageShape(
         sequence,
@@ -123,12 +146,14 @@ def build_pipeline(config: Config, plan: Plan, groups: Groups, device: torch.dev
         device,
     )
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    links = open_links(list_channels(placement), groups.pp, timeout)
-    return Pipeline(
-        name=name,
-        chunks=chunks,
-        parts=cut_model(model.num_layers, len(placement)),
-        placement=placement,
+    links = open_links(list_channels(cut.placement), groups.pp, timeout)
+    pipeline = Pipeline(
+        name=cut.name,
+        chunks=cut.chunks,
+        parts=cut.parts,
+        placement=cut.placement,
         groups=groups,
-        exchange=Exchange(links, placement, message),
+        exchange=Exchange(links, cut.placement, message),
     )
+    pipeline.table(plan.batch.num_microbatches_at(0))
+    return pipeline
