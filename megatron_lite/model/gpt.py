@@ -24,10 +24,10 @@ from megatron_lite.ops.dropout import bias_dropout_residual
 from megatron_lite.ops.norm import accumulation_dtype
 from megatron_lite.ops.recompute import recompute
 from megatron_lite.ops.rotary import rotary_table
+from megatron_lite.pipeline.partition import StagePart, whole_model
 from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.physical import PhysicalParam, physical_params
 from megatron_lite.spec.shards import local_box
-from megatron_lite.spec.stages import StagePart, whole_model
 from megatron_lite.tensor.cross_entropy import head_cross_entropy, vocabulary_logits
 from megatron_lite.tensor.embedding import position_embedding, vocabulary_embedding
 from megatron_lite.tensor.linear import gather_sequence

@@ -42,13 +42,14 @@ from megatron_lite.native.load import load_native, require_native
 from megatron_lite.optim.groups import param_group
 from megatron_lite.optim.optimizer import Optimizer, build_rule
 from megatron_lite.optim.schedule import build_schedule, samples_after
+from megatron_lite.pipeline.partition import StagePart
 from megatron_lite.pipeline.runner import Runner
 from megatron_lite.resilience.signals import StopDecision, StopSignals
 from megatron_lite.shard.buckets import MainGradients
 from megatron_lite.shard.buffers import FlatBuffers, trained
 from megatron_lite.shard.flat import build_layout, default_bucket_size
 from megatron_lite.spec.params import ParamSpec, model_spec
-from megatron_lite.spec.stages import StagePart, specs_on_rank
+from megatron_lite.spec.stages import specs_on_rank
 from megatron_lite.telemetry.facade import Telemetry
 from megatron_lite.telemetry.flops import MachinePeak
 from megatron_lite.telemetry.meters import measure_matmul_peak
@@ -183,7 +184,7 @@ def build_core(
     }
     specs = model_spec(plan.model, plan.parallel)
     pipeline = build_pipeline(config, plan, groups, device)
-    here = specs_on_rank(specs, pipeline.parts, pipeline.placement, groups.pp.rank)
+    here = specs_on_rank(specs, plan.pipeline.parts, pipeline.placement, groups.pp.rank)
     stage = build_stage(
         config, plan, here, groups, coordinates["dense"], device, pipeline.local_parts
     )

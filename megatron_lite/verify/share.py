@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 
 from megatron_lite.config.flags import parse_config
+from megatron_lite.config.pipeline_plan import PipelineShape
 from megatron_lite.config.plan import Plan, build_plan
 from megatron_lite.mesh.grid import build_grids
 from megatron_lite.spec.params import ParamSpec, model_spec
 from megatron_lite.spec.shards import local_box, local_shape
 from megatron_lite.spec.stages import specs_on_rank
 from megatron_lite.telemetry.flops import count_rank_gemm_flops
-from megatron_lite.train.pipeline import Cut, plan_cut
 from megatron_lite.verify.session import RankShare
 
 
@@ -30,7 +30,7 @@ def expected_shares(argv: Sequence[str], ranks: int) -> list[tuple[int, int]]:
     config = parse_config(argv, {})
     assert config.vocab_size is not None
     plan = build_plan(config, ranks, config.vocab_size)
-    cut = plan_cut(config, plan)
+    cut = plan.pipeline
     grid = build_grids(plan.parallel).dense
     samples = plan.batch.ramp[-1][1] // plan.parallel.dp * plan.batch.train_iters
     block = config.recompute_num_layers if config.recompute_method == "block" else None
@@ -60,7 +60,7 @@ def expected_shares(argv: Sequence[str], ranks: int) -> list[tuple[int, int]]:
     return shares
 
 
-def rank_specs(plan: Plan, cut: Cut, pipeline_rank: int) -> tuple[ParamSpec, ...]:
+def rank_specs(plan: Plan, cut: PipelineShape, pipeline_rank: int) -> tuple[ParamSpec, ...]:
     """Return the parameters that a pipeline rank holds."""
     specs = model_spec(plan.model, plan.parallel)
     return specs_on_rank(specs, cut.parts, cut.placement, pipeline_rank)

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from megatron_lite.config.flags import parse_config
+from megatron_lite.config.pipeline_plan import PipelineShape
 from megatron_lite.config.plan import Plan, build_plan
 from megatron_lite.mesh.grid import build_grids
 from megatron_lite.optim.groups import param_group
@@ -13,7 +14,6 @@ from megatron_lite.shard.flat import ALIGNMENT, build_layout
 from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.physical import physical_params
 from megatron_lite.spec.shards import local_shape
-from megatron_lite.train.pipeline import Cut, plan_cut
 from megatron_lite.verify.axes import (
     Axis,
     data_axis,
@@ -33,7 +33,7 @@ STEPS = 2
 LOGGED_SUMS = 2  # loss and valid tokens, in the closing reduction
 
 
-def microbatch_sends(plan: Plan, cut: Cut, rank: int) -> Sent:
+def microbatch_sends(plan: Plan, cut: PipelineShape, rank: int) -> Sent:
     """Forward and backward of one microbatch: over tp, and to and from other pipeline ranks."""
     tokens = plan.model.seq_length * plan.batch.micro_batch_size
     full = tokens * plan.model.hidden_size
@@ -75,7 +75,7 @@ def partial_elements(specs: tuple[ParamSpec, ...], axis: str) -> int:
     return total
 
 
-def step_sends(plan: Plan, cut: Cut, rank: int, bucket_size: int) -> Sent:
+def step_sends(plan: Plan, cut: PipelineShape, rank: int, bucket_size: int) -> Sent:
     """Everything that a rank of this pipeline coordinate starts in one step."""
     specs = rank_specs(plan, cut, rank)
     sent: Sent = Counter()
@@ -152,7 +152,7 @@ def check_sends(certifier: Certifier, axes: tuple[Axis, ...]) -> None:
     config = parse_config([*certifier.case.flags, *layout.flags], {})
     assert config.vocab_size is not None and config.ddp_bucket_size is not None
     plan = build_plan(config, layout.ranks, config.vocab_size)
-    cut, grid = plan_cut(config, plan), build_grids(plan.parallel).dense
+    cut, grid = plan.pipeline, build_grids(plan.parallel).dense
     for rank, share in enumerate(shares):
         pipeline_rank = grid.coordinate(rank)["pp"]
         expected = step_sends(plan, cut, pipeline_rank, config.ddp_bucket_size)
