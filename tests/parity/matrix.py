@@ -160,7 +160,7 @@ def is_pipeline_layout(row: Row) -> bool:
     """Whether the row can run on the pool and is not another row's twin."""
     ranks, _, _ = PIPELINES[str(row["pipeline"])]
     ranks *= int(str(row["tp"])[0]) * int(str(row["dp"]))
-    count, batch, micro = batch_of(row)
+    count, _, micro = batch_of(row)
     is_twin = row["microbatches"] == "p-1" and count == 1
     return ranks <= MOST_RANKS and micro > 0 and not is_twin
 

@@ -45,7 +45,7 @@ def test_first_losses_and_gradients_equal_accumulation_bit_by_bit(
     certifier = certifier_of(
         "llama", extra="--num-layers 8", steps=1, limits=BITWISE, batch=batch, micro=micro
     )
-    differences, shares = certifier.compare((pipeline_of(name), microbatch_axis(micro)))
+    differences, _ = certifier.compare((pipeline_of(name), microbatch_axis(micro)))
     # The norm, and with it the clipped update, sums squares in another order.
     found = [str(d) for d in differences if d.phase not in ("norm", "update")]
     assert not found, "\n".join(found[:8])
