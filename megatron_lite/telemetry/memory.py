@@ -258,9 +258,8 @@ def end_bytes(
 ) -> int:
     """What a stage keeps once per microbatch, outside the layers.
 
-    With the embedding: token ids with their vocabulary mask (8 + 1 bytes) and the dropout
-    mask behind it. With layers: rotary tables. With the head: the final norm's input and
-    statistics, and the head's input gradient.
+    Token ids with their vocabulary mask (8 + 1 bytes) and the dropout mask behind the
+    embedding; rotary tables; the head's input gradient, the final norm's input, statistics.
     """
     model, total = shape.model, 0
     if embedding:
@@ -304,8 +303,7 @@ def estimate_stage_bytes(
     Args:
         shape: the microbatch.
         layers: transformer layers of the stage.
-        embedding: it begins with the embedding.
-        head: it ends with the final norm, the output layer and the loss.
+        embedding, head: it begins with the one, ends with the other.
         recompute: "none", "selective" (the attention core) or "full" (whole layers).
         recomputed_layers: layers under "full"; None = all.
         recompute_group: layers that are recomputed together.

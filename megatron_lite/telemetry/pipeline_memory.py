@@ -2,8 +2,8 @@
 
 A microbatch in a stage costs what the stage keeps between F and its backward, and less
 between I and W. Which of them are alive together is the table's business, so the peak is
-a walk along the rank's actions; messages are counted beside them, from the posting of a
-receive to the computation that takes it, and one per outgoing channel.
+a walk along the rank's actions; messages are counted beside them, from the computation or
+receive that makes them to the one that takes them, and the last that was sent per stage.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 from megatron_lite.pipeline.actions import Action, Kind
 from megatron_lite.telemetry.memory import StageMemory
-
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
-_TAKES = {Kind.F: Kind.RECV_F, Kind.I: Kind.RECV_B, Kind.B: Kind.RECV_B}
 
 
 @dataclass(frozen=True)
@@ -38,38 +35,46 @@ def walk_alive(
 
     Args:
         actions: of one rank, a verified table.
-        stages: of this rank, by number.
+        stages: all of the model, by number.
         message_bytes: of every message between stages.
     """
+    last = max(stages)
     kept = deferred = 0
-    posted: set[tuple[Kind, int | None, int | None]] = set()
-    leaving: set[tuple[Kind, int | None]] = set()
+    messages: set[tuple[str, int, int]] = set()  # of (direction, stage that takes it, microbatch)
+    leaving: set[tuple[Kind, int]] = set()  # one per channel, until the next is sent
     alive = []
     for action in actions:
+        kind, number, microbatch = action.kind, action.stage, action.microbatch
         freed_kept = freed_deferred = working = 0
-        kind = action.kind
-        taken = (_TAKES.get(kind, kind), action.stage, action.microbatch)
-        if kind in (Kind.RECV_F, Kind.RECV_B):
-            posted.add(taken)
-        elif kind in _SENDS:
-            leaving.add((kind, action.stage))
-        elif kind in _TAKES or kind is Kind.W:
-            assert action.stage is not None
-            stage = stages[action.stage]
-            if kind is Kind.F:
-                posted.discard(taken)  # it is the first thing that the stage keeps
+        taken = None
+        if number is not None and microbatch is not None:
+            stage = stages[number]
+            if kind is Kind.RECV_F or kind is Kind.RECV_B:
+                messages.add((kind.name[-1], number, microbatch))
+            elif kind is Kind.SEND_F or kind is Kind.SEND_B:
+                following = number + 1 if kind is Kind.SEND_F else number - 1
+                messages.discard((kind.name[-1], following, microbatch))
+                leaving.add((kind, number))
+            elif kind is Kind.F:
+                messages.discard(("F", number, microbatch))  # what the stage keeps first
                 kept += stage.kept_bytes
+                if number < last:
+                    messages.add(("F", number + 1, microbatch))
             elif kind is Kind.W:
                 freed_deferred = stage.deferred_bytes
-            else:
+            elif kind is Kind.I or kind is Kind.B:
+                taken = ("B", number, microbatch)
                 freed_kept, working = stage.kept_bytes, stage.working_bytes
                 if kind is Kind.I:
                     # The one is freed while the other grows.
                     deferred += stage.deferred_bytes
                     working -= min(stage.kept_bytes, stage.deferred_bytes)
-        messages = (len(posted) + len(leaving)) * message_bytes
-        alive.append(Alive(kept + deferred + working, messages))
-        posted.discard(taken if kind in _TAKES else (Kind.NORM, None, None))
+                if number > 0:
+                    messages.add(("B", number - 1, microbatch))
+        waiting = len(messages) + len(leaving)
+        alive.append(Alive(kept + deferred + working, waiting * message_bytes))
+        if taken is not None:
+            messages.discard(taken)
         kept -= freed_kept
         deferred -= freed_deferred
     return alive

@@ -43,6 +43,7 @@ def measure_forwards(argv: Sequence[str], rank: int, world_size: int) -> list[tu
         del status
         runner = MeteredRunner(rank)
         metered = replace(parts, runner=runner)
+        TrainStep(metered, state).run()  # the meter gets to know what is there
         TrainStep(metered, state).run()
         plan = parts.plan
         microbatch = ActivationShape(

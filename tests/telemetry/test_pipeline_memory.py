@@ -15,7 +15,7 @@ STAGE = StageMemory(kept_bytes=10, deferred_bytes=6, working_bytes=0)
 SIZES = (
     "--num-layers 8 --hidden-size 64 --ffn-hidden-size 96 --seq-length 32 "
     "--max-position-embeddings 32 --global-batch-size 6 --hidden-dropout 0 "
-    "--attention-dropout 0 --native-ops off --train-iters 1"
+    "--attention-dropout 0 --native-ops off --train-iters 2"
 ).split()
 
 
@@ -55,4 +55,5 @@ def test_measured_live_tensors_equal_the_estimate_at_every_forward(
     argv += ["--pipeline-schedule", schedule]
     for rank in rank_pool.run(2, measure_forwards, argv=argv):
         for measured, estimated in rank:
-            print(measured, estimated, measured-estimated); assert estimated == pytest.approx(measured, rel=0.9)
+            # What the formula leaves out: the sums of every microbatch's loss.
+            assert estimated == pytest.approx(measured, rel=0.015)
