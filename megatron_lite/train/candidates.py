@@ -67,7 +67,7 @@ def open_bench(config: Config, found: Found) -> Iterator[Callable[[Reader], floa
     Raises:
         UserError: there is no validation data.
     """
-    with load_stage(config, found, WorldInfo(), RunStatus()) as (stage, tokenizer):
+    with load_stage(config, found, WorldInfo(), RunStatus()) as (stage, tokenizer, _):
         dataset = open_data(config, stage.plan, tokenizer, is_builder=True).valid
         if dataset is None or config.eval_iters < 1:
             raise UserError(

@@ -12,11 +12,11 @@ from tests.telemetry.pipeline_ranks import measure_forwards
 from tests.train.program import LLAMA, RUN
 
 STAGE = StageMemory(kept_bytes=10, deferred_bytes=6, working_bytes=0)
-SIZES = (
+SIZES_WORDS = (
     "--num-layers 8 --hidden-size 64 --ffn-hidden-size 96 --seq-length 32 "
     "--max-position-embeddings 32 --global-batch-size 6 --hidden-dropout 0 "
     "--attention-dropout 0 --native-ops off --train-iters 2"
-).split()
+)
 
 
 def peak(name: str, rank: int, microbatches: int = 8) -> int:
@@ -51,7 +51,7 @@ def test_messages_under_way_are_counted() -> None:
 def test_measured_live_tensors_equal_the_estimate_at_every_forward(
     rank_pool: RankPool, schedule: str
 ) -> None:
-    argv = [*LLAMA, *RUN, *SIZES, "--pipeline-model-parallel-size", "2"]
+    argv = [*LLAMA, *RUN, *SIZES_WORDS.split(), "--pipeline-model-parallel-size", "2"]
     argv += ["--pipeline-schedule", schedule]
     for rank in rank_pool.run(2, measure_forwards, argv=argv):
         for measured, estimated in rank:
