@@ -68,11 +68,15 @@ class Exchange:
         links: this rank's channels.
         placement: stage -> pipeline rank.
         message: what every message is.
+
+    Attributes:
+        waiting: what this rank waits for, for watchdogs; "" while it waits for nothing.
     """
 
     links: Mapping[Channel, Link]
     placement: tuple[int, ...]
     message: MessageShape
+    waiting: str = ""
     _inputs: dict[Place, _Arrival] = field(default_factory=dict)
     _outputs: dict[Place, Tensor] = field(default_factory=dict)
     _output_gradients: dict[Place, _Arrival] = field(default_factory=dict)
@@ -81,7 +85,8 @@ class Exchange:
 
     def take_input(self, place: Place) -> Tensor:
         """Wait for a stage's input and give it away."""
-        return self._inputs.pop(place).take()
+        source = self.placement[place[0] - 1]
+        return self._take(self._inputs.pop(place), f"the input from pipeline rank {source}")
 
     def put_output(self, place: Place, output: Tensor) -> None:
         """Keep a stage's output until it is sent or handed over."""
@@ -89,7 +94,9 @@ class Exchange:
 
     def take_output_gradient(self, place: Place) -> Tensor:
         """Wait for the gradient of a stage's output and give it away."""
-        return self._output_gradients.pop(place).take()
+        source = self.placement[place[0] + 1]
+        arrival = self._output_gradients.pop(place)
+        return self._take(arrival, f"the gradient from pipeline rank {source}")
 
     def put_input_gradient(self, place: Place, gradient: Tensor) -> None:
         """Keep the gradient of a stage's input until it is sent or handed over."""
@@ -128,8 +135,10 @@ class Exchange:
         Raises:
             RuntimeError: something was kept that nobody took, a defect of the table.
         """
-        for departures in self._departures.values():
+        for channel, departures in self._departures.items():
+            self.waiting = f"pipeline rank {channel[1]} to receive"
             departures.wait()
+        self.waiting = ""
         kept = [
             *(f"input of {place}" for place in self._inputs),
             *(f"output of {place}" for place in self._outputs),
@@ -151,10 +160,19 @@ class Exchange:
         ):
             kept.clear()
 
+    def _take(self, arrival: _Arrival, what: str) -> Tensor:
+        """Wait for a tensor; while that lasts, and when it fails, it is known for what."""
+        self.waiting = what
+        tensor = arrival.take()
+        self.waiting = ""
+        return tensor
+
     def _send(self, action: Action, tensor: Tensor) -> None:
         channel = channel_of(action, self.placement)
         departures = self._departures.setdefault(channel, _Departures())
+        self.waiting = f"pipeline rank {channel[1]} to receive"
         departures.wait()
+        self.waiting = ""
         departures.tensor = tensor.contiguous()
         departures.work = send(departures.tensor, self.links[channel])
 

@@ -117,6 +117,7 @@ def build_run(
         saver = Saver(core, joined, restored.state.iteration)
         stack.callback(saver.close)
         parts = build_parts(core, restored.state, info, signals, saver, stack)
+        status.where = parts.runner.where
         announce(parts, tokenizer, restored)
         for note in joined.notes:
             parts.telemetry.say(note)
@@ -241,7 +242,7 @@ def build_parts(
         **vars(core),
         positions=local,
         full_positions=positions,
-        runner=Runner(info.rank),
+        runner=Runner(info.rank, waiting=lambda: core.pipeline.exchange.waiting),
         train_loader=read_training_data(core, state, stack),
         telemetry=stack.enter_context(telemetry),
         timers=build_timers(config, core.device),
