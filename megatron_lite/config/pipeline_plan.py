@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
-from megatron_lite.pipeline.actions import Schedule
+from megatron_lite.pipeline.actions import Action, Kind, Schedule
 from megatron_lite.pipeline.partition import (
     Split,
     StagePart,
@@ -21,8 +21,10 @@ from megatron_lite.pipeline.partition import (
     split_layers,
     whole_model,
 )
+from megatron_lite.pipeline.passes import Order, assemble
 from megatron_lite.pipeline.schedules import FIXED_CHUNKS, SCHEDULES, Options, build_schedule
 from megatron_lite.pipeline.table_files import read_table
+from megatron_lite.pipeline.verify import check_schedule
 
 SINGLE, AUTO, FILE = "single", "auto", "file:"
 INTERLEAVED = ("interleaved", "interleaved-zb")
@@ -68,6 +70,23 @@ class PipelineShape:
                 "places the stages elsewhere than at the start of the run"
             )
         return schedule
+
+
+def plain_table(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards, for any placement and number of microbatches.
+
+    For passes outside a step, such as the replay of a canary, whose number of microbatches
+    is not the run's; the bits are those of every schedule.
+    """
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    microbatches = range(num_microbatches)
+    for stage, rank in enumerate(placement):
+        rows[rank] += [Action(Kind.F, stage, microbatch) for microbatch in microbatches]
+    for stage, rank in reversed(list(enumerate(placement))):
+        rows[rank] += [Action(Kind.B, stage, microbatch) for microbatch in microbatches]
+    table = assemble("plain", Order(placement, rows), num_microbatches)
+    check_schedule(table)
+    return table
 
 
 def single_stage(num_layers: int) -> PipelineShape:

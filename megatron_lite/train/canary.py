@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from megatron_lite.checkpoint.resume import ARITHMETIC_FIELDS
+from megatron_lite.config.pipeline_plan import plain_table
 from megatron_lite.data.loader import Batch, read_batch
 from megatron_lite.errors import DamagedError
 from megatron_lite.mesh.collectives import all_gather_json
@@ -153,7 +154,8 @@ class _Replay:
             Kind.NORM: self.close,
             Kind.STEP: lambda action: None,
         }
-        parts.runner.run(parts.pipeline.actions(len(self.microbatches)), handlers, 0)
+        table = plain_table(parts.pipeline.placement, len(self.microbatches))
+        parts.runner.run(table.ranks[parts.groups.pp.rank], handlers, 0)
         exchange.finish()
         return self.figures
 

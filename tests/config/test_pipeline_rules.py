@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config.flags import parse_config
+from megatron_lite.config.pipeline_plan import plain_table
 from megatron_lite.config.plan import Plan, build_plan
 from megatron_lite.config.rules import check_config, violations
 from megatron_lite.errors import UserError
@@ -217,3 +218,10 @@ def test_a_damaged_table_file_ends_with_code_2(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"table\.json") as caught:
         plan_of(f"{PP2} --pipeline-schedule file:{path}")
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("placement", [(0,), (0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2)])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_any_placement_has_a_plain_table(placement: tuple[int, ...], microbatches: int) -> None:
+    table = plain_table(placement, microbatches)
+    assert (table.placement, table.num_microbatches) == (placement, microbatches)
