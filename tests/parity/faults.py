@@ -447,8 +447,9 @@ def tied_weight_counted_twice() -> Iterator[None]:
 def norm_of_one_stage_missing() -> Iterator[None]:
     original = step.reduce_closing
 
-    def planted(*, squares: Tensor, **others: Any) -> Any:
-        return original(squares=squares * 0 if _rank() == 1 else squares, **others)
+    def planted(*, squares: tuple[Tensor, Tensor], **others: Any) -> Any:
+        mine, bad = squares
+        return original(squares=(mine * 0 if _rank() == 1 else mine, bad), **others)
 
     with patch.object(step, "reduce_closing", planted):
         yield
