@@ -258,7 +258,7 @@ def _call_roll(failure: Failure, info: WorldInfo, status: RunStatus) -> Failure:
         cause = f"ranks that do not answer, killed or stopped: {_shown_ranks(silent)}"
     elif busy:
         cause = f"ranks that wait for no other: {_shown_ranks(sorted(busy))}"
-    lines = [f"  rank {rank}: {found[rank]}" for rank in sorted(found)[:_MOST_SHOWN]]
+    lines = [f"  rank {rank}, {found[rank]}" for rank in sorted(found)[:_MOST_SHOWN]]
     text = "\n".join([failure.reason, "where the ranks are:", *lines, *([cause] if cause else [])])
     return replace(failure, reason=text)
 

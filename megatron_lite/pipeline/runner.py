@@ -47,7 +47,7 @@ class Runner:
         if self.current is None:
             return ""
         waits = self.waiting()
-        place = f"step {self.step + 1}, {self.current} (action {self.index} of {self.total})"
+        place = f"step {self.step + 1}: {self.current} (action {self.index} of {self.total})"
         return f"{place} {WAITS} {waits}" if waits else place
 
     def run(

@@ -29,5 +29,5 @@ def test_a_stage_that_fails_ends_the_job_and_is_named(kind: str, schedule: str) 
     assert CAUSE[kind] in told + "\n"
     # Every other rank says its step, stage and microbatch, place in the table, and for whom
     # it waits; none of them has gone on.
-    places = re.findall(r"  rank (\d): step 2, \S+ \(action \d+ of \d+\) waits for ", told)
+    places = re.findall(r"  rank (\d), step 2: \S+ \(action \d+ of \d+\) waits for ", told)
     assert set(places) | {str(BAD_RANK)} == set("0123")
