@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from megatron_lite.verify.axes import microbatch_axis
+from megatron_lite.verify.axes import Axis, microbatch_axis, recompute_axis
 from megatron_lite.verify.classes import BITWISE
 from megatron_lite.verify.covering import Row
 from tests.parity.conftest import Certifiers
@@ -51,3 +51,19 @@ def test_first_losses_and_gradients_equal_accumulation_bit_by_bit(
     assert not found, "\n".join(found[:8])
     assert {d.phase for d in differences} <= {"norm", "update"}
     assert certifier.reference.tensors(1, "grad")
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [recompute_axis("full"), recompute_axis("full", "block", 1), recompute_axis("selective")],
+    ids=["uniform", "block", "selective"],
+)
+@pytest.mark.parametrize("name", ["1f1b-2", "interleaved-2x2", "zbv-2"])
+def test_every_rank_holds_and_computes_its_share_also_when_it_recomputes(
+    certifier_of: Certifiers, name: str, recompute: Axis
+) -> None:
+    certifier = certifier_of("gpt2", extra="--num-layers 8", steps=2)
+    axes = (pipeline_of(name), microbatch_axis(2), recompute)
+    _, shares = certifier.run(axes, measure=True, dump=False)
+    assert certifier.share_faults(axes, shares) == ()
+    assert len({share.gemm_flops for share in shares}) == 2  # who has the head has more
