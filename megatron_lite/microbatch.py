@@ -32,9 +32,9 @@ class GradientSink(Protocol):
 class WeightGradientStore:
     """Takes the weight gradients of one microbatch in one stage.
 
-    Immediate by default. Deferred (`deferred=True`), computations queue in the order of the
-    backward pass until `flush`, which is the W action of a schedule; a parameter that is
-    used several times has several entries.
+    Immediate by default. Deferred (`deferred=True`, or from `defer` on), computations queue
+    in the order of the backward pass until `flush`, which is the W action of a schedule; a
+    parameter that is used several times has several entries.
     """
 
     def __init__(self, sink: GradientSink, deferred: bool = False) -> None:
@@ -58,6 +58,10 @@ class WeightGradientStore:
             self._queue.append((param, accumulate))
         else:
             self._run(param, accumulate)
+
+    def defer(self) -> None:
+        """Leave what can wait to `flush`: the backward pass that follows is an I."""
+        self._deferred = True
 
     def main_grad(self, param: nn.Parameter) -> Tensor | None:
         """Main gradient for an operation that adds piece by piece; None when frozen.

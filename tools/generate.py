@@ -1,8 +1,9 @@
 """Sample text from a checkpoint: `generate.py --load DIR --prompt TEXT [--greedy]`.
 
 Architecture, precision and tokenizer come from the checkpoint; the layout is that of the
-command: one process, or tensor parallel over all ranks of `torchrun`. Whatever layout wrote
-the checkpoint, the same weights, and therefore the same text, come out.
+command: one process, or all ranks of `torchrun` as one replica, cut by
+`--tensor-model-parallel-size` and `--pipeline-model-parallel-size`. Whatever layout wrote the
+checkpoint, the same weights, and therefore the same text, come out.
 """
 
 import argparse
@@ -22,6 +23,21 @@ from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
 from megatron_lite.mesh.launch import RunStatus, WorldInfo, run_program
 
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+# How the run that wrote the checkpoint was cut; this command has its own layout.
+RUN_LAYOUT = (
+    "sequence_parallel",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_vp_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "pipeline_schedule",
+)
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of this tool."""
@@ -36,8 +52,26 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, default=0.95, help="probability mass kept")
     parser.add_argument("--seed", type=int, default=1234, help="of the draws")
     parser.add_argument("--tokenizer-model", help="where the tokenizer's file is now")
+    parser.add_argument(TP, type=int, help="unset: the ranks that PP leaves")
+    parser.add_argument(PP, type=int, default=1, help="pipeline ranks, one stage each")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     return parser
+
+
+def cut_ranks(args: argparse.Namespace, world_size: int) -> tuple[int, int]:
+    """TP and PP of this command; together they are all its ranks."""
+    pp = args.pipeline_model_parallel_size
+    tp = args.tensor_model_parallel_size
+    if pp < 1 or (tp is not None and tp < 1):
+        raise UserError(f"{TP} {tp}, {PP} {pp}: must be at least 1")
+    if tp is None:
+        tp = max(1, world_size // pp)
+    if tp * pp != world_size:
+        raise UserError(
+            f"{TP} {tp} x {PP} {pp} = {tp * pp}, but there are {world_size} ranks: generation "
+            "uses all of them for one replica"
+        )
+    return tp, pp
 
 
 def saved_config(state: Any, args: argparse.Namespace, world_size: int) -> Config:
@@ -48,9 +82,11 @@ def saved_config(state: Any, args: argparse.Namespace, world_size: int) -> Confi
         for name, value in state["config"].items()
         if name in names
     }
+    tp, pp = cut_ranks(args, world_size)
     changes: dict[str, Any] = {
-        "tensor_model_parallel_size": world_size,
-        "sequence_parallel": False,
+        **{name: getattr(Config, name) for name in RUN_LAYOUT},
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
         "device": args.device,
     }
     if is_converted(state):
@@ -71,7 +107,7 @@ def run(args: argparse.Namespace, info: WorldInfo, status: RunStatus) -> int:
         raise UserError(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
     found = find_checkpoint(args.load, args.step)
     config = saved_config(found.manifest.state, args, info.world_size)
-    with load_stage(config, found, info, status) as (stage, tokenizer):
+    with load_stage(config, found, info, status) as (stage, tokenizer, chain):
         for number, prompt in enumerate(args.prompt):
             tokens = tokenizer.encode(prompt)
             room = stage.plan.model.max_position_embeddings - len(tokens) + 1
@@ -82,7 +118,7 @@ def run(args: argparse.Namespace, info: WorldInfo, status: RunStatus) -> int:
                     file=sys.stderr,
                 )
             produced = sample_tokens(
-                stage, tokens, args.max_new_tokens, options, tokenizer.find_special("eod")
+                stage, tokens, args.max_new_tokens, options, tokenizer.find_special("eod"), chain
             )
             text = tokenizer.decode([*tokens, *produced])
             if info.rank == 0:

@@ -71,6 +71,23 @@ def layers_message(f: Facts) -> str:
     )
 
 
+def is_uneven(f: Facts) -> bool:
+    """Say whether flags other than the even split deal out the layers."""
+    c = f.config
+    return (
+        c.pipeline_model_parallel_layout is not None
+        or c.decoder_first_pipeline_num_layers is not None
+        or c.decoder_last_pipeline_num_layers is not None
+        or c.account_for_embedding_in_pipeline_split
+        or c.account_for_loss_in_pipeline_split
+    )
+
+
+def layers_broken(f: Facts) -> bool:
+    """An even split needs a whole number of layers per rank."""
+    return f.has("num_layers") and not is_uneven(f) and f.number("num_layers") % f.pp != 0
+
+
 def virtual_flag(f: Facts) -> tuple[str, int]:
     """Return the virtual-stage flag that is set, and its value."""
     if f.config.num_layers_per_virtual_pipeline_stage is not None:
@@ -87,7 +104,7 @@ def has_virtual(f: Facts) -> bool:
 
 def virtual_broken(f: Facts) -> bool:
     """Layers of a pipeline rank must divide into its virtual stages."""
-    if not f.has("num_layers") or f.pp == 1 or not has_virtual(f):
+    if not f.has("num_layers") or f.pp == 1 or not has_virtual(f) or is_uneven(f):
         return False
     layers = f.number("num_layers")
     return layers % f.pp == 0 and layers // f.pp % virtual_flag(f)[1] != 0
@@ -190,11 +207,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         groups_message,
     ),
     Rule("ffn-divides-tp", lambda f: ffn_width(f) > 0 and ffn_width(f) % f.tp != 0, ffn_message),
-    Rule(
-        "layers-divide-pp",
-        lambda f: f.has("num_layers") and f.number("num_layers") % f.pp != 0,
-        layers_message,
-    ),
+    Rule("layers-divide-pp", layers_broken, layers_message),
     Rule(
         "virtual-flags-exclusive",
         lambda f: (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lite.config.pipeline_plan import PipelineShape, plan_pipeline, stages_per_rank
 from megatron_lite.config.ramp import Ramp, count_train_iters, linear_ramp, schedule_ramp
 from megatron_lite.config.schema import Config
 
@@ -136,6 +137,7 @@ class Plan:
     batch: BatchPlan
     precision: PrecisionShape
     recompute: str
+    pipeline: PipelineShape
 
 
 def build_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
@@ -147,12 +149,14 @@ def build_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         vocab_size: the tokenizer's true vocabulary, unpadded.
     """
     parallel = build_parallel(config, world_size)
+    batch = build_batch(config, parallel.dp)
     return Plan(
         model=build_model(config, vocab_size),
         parallel=parallel,
-        batch=build_batch(config, parallel.dp),
+        batch=batch,
         precision=build_precision(config),
         recompute=recompute_kind(config),
+        pipeline=plan_pipeline(config, batch.num_microbatches_at(0)),
     )
 
 
@@ -257,16 +261,6 @@ def build_model(config: Config, vocab_size: int) -> ModelShape:
     )
 
 
-def virtual_stages(config: Config) -> int:
-    """Return virtual stages per pipeline rank; 1 means no interleaving."""
-    if config.num_virtual_stages_per_pipeline_rank is not None:
-        return config.num_virtual_stages_per_pipeline_rank
-    per_virtual = config.num_layers_per_virtual_pipeline_stage
-    if per_virtual is None:
-        return 1
-    return required(config.num_layers) // config.pipeline_model_parallel_size // per_virtual
-
-
 def build_parallel(config: Config, world_size: int) -> ParallelShape:
     """Resolve the layout."""
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
@@ -283,7 +277,7 @@ def build_parallel(config: Config, world_size: int) -> ParallelShape:
         dp=world_size // (tp * cp * pp),
         edp=world_size // (etp * ep * pp),
         pp=pp,
-        vpp=virtual_stages(config),
+        vpp=stages_per_rank(config),
         sequence_parallel=config.sequence_parallel and tp > 1,
         order="tp-cp-ep-pp-dp" if config.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )

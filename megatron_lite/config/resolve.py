@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_lite.config import plan
 from megatron_lite.config.files import format_yaml
+from megatron_lite.config.pipeline_plan import SINGLE, schedule_name
 from megatron_lite.config.schema import GROUPS, Config, flag_fields
 
 # They say how a command was given, not what runs.
@@ -27,6 +28,7 @@ def resolved_values(config: Config, world_size: int) -> dict[str, Any]:
     parallel = plan.build_parallel(config, world_size)
     batch = plan.build_batch(config, parallel.dp)
     recompute = plan.recompute_kind(config)
+    name = schedule_name(config)
     values |= {
         "position_embedding_type": plan.position_kind(config),
         "use_rotary_position_embeddings": False,
@@ -42,7 +44,7 @@ def resolved_values(config: Config, world_size: int) -> dict[str, Any]:
         "recompute_activations": False,
         "data_parallel_sharding_strategy": config.data_parallel_sharding_strategy or "no_shard",
         "dataloader_type": config.dataloader_type or "single",
-        "pipeline_schedule": config.pipeline_schedule or "1f1b",
+        "pipeline_schedule": name if name != SINGLE else config.pipeline_schedule or "1f1b",
     }
     if config.nan_policy is None and config.check_for_nan_in_loss_and_grad:
         values["nan_policy"] = "stop"

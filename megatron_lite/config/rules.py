@@ -12,12 +12,15 @@ from megatron_lite.config.facts import Facts, Rule
 from megatron_lite.config.flags import format_faults
 from megatron_lite.config.layout_rules import LAYOUT_RULES
 from megatron_lite.config.model_rules import MODEL_RULES
+from megatron_lite.config.pipeline_rules import PIPELINE_RULES
 from megatron_lite.config.run_rules import RUN_RULES
 from megatron_lite.config.schema import Config
 from megatron_lite.config.support_rules import SUPPORT_RULES
 from megatron_lite.errors import UserError
 
-RULES: tuple[Rule, ...] = MODEL_RULES + LAYOUT_RULES + BATCH_RULES + RUN_RULES + SUPPORT_RULES
+RULES: tuple[Rule, ...] = (
+    MODEL_RULES + LAYOUT_RULES + PIPELINE_RULES + BATCH_RULES + RUN_RULES + SUPPORT_RULES
+)
 
 
 def violations(config: Config, world_size: int) -> list[tuple[str, str]]:

@@ -154,6 +154,28 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, "Virtual stages per pipeline rank.", unit="stages"
     )
+    microbatch_group_size_per_vp_stage: int | None = flag(
+        None,
+        "Microbatches in a row on a virtual stage (interleaved schedules); unset: PP.",
+        unit="microbatches",
+        names=("--microbatch-group-size-per-virtual-pipeline-stage",),
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "Layers of the first pipeline rank; the others share the rest.", unit="layers"
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "Layers of the last pipeline rank; the others share the rest.", unit="layers"
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "Count the embedding as a layer of the first stage when layers are dealt out."
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "Count the loss as a layer of the last stage when layers are dealt out."
+    )
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "Stages written out: E embedding, t layer, L loss, | next stage, x*n and (...)*n repeat.",
+    )
     context_parallel_size: int = flag(
         1, "CP: ranks that share each sequence in attention.", unit="ranks"
     )

@@ -19,19 +19,6 @@ TOKENIZERS = (
     "ByteLevelTokenizer",
     "NullTokenizer",
 )
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zb-h2",
-    "interleaved-zb",
-    "zbv",
-    "v-half",
-    "v-min",
-    "dualpipev",
-    "auto",
-)
 
 
 def shown(option: Option, value: object) -> str:
@@ -82,12 +69,6 @@ def value_rule(field: str, legal: tuple[str, ...]) -> Rule:
     )
 
 
-def schedule_unknown(f: Facts) -> bool:
-    """A schedule is one of the names or a file."""
-    name = f.config.pipeline_schedule
-    return name is not None and name not in SCHEDULES and not name.startswith("file:")
-
-
 SUPPORT_RULES: tuple[Rule, ...] = (
     Rule("refused-flags", lambda f: bool(refused_options(f.config)), refused_message),
     value_rule("optimizer", OPTIMIZERS),
@@ -107,14 +88,6 @@ SUPPORT_RULES: tuple[Rule, ...] = (
         lambda f: (
             f"--recompute-modules {' '.join(f.config.recompute_modules or ())}: only core_attn is "
             "supported yet"
-        ),
-    ),
-    Rule(
-        "schedule-name",
-        schedule_unknown,
-        lambda f: (
-            f"--pipeline-schedule {f.config.pipeline_schedule} is unknown; legal: "
-            f"{', '.join(SCHEDULES)}, file:PATH"
         ),
     ),
 )

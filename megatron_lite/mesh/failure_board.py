@@ -46,6 +46,12 @@ class Failure:
         return json.dumps(asdict(self))
 
 
+# Between the place of a rank and what it waits for, when all say where they are.
+WAITS = "waits for"
+# A roll call costs two requests per rank.
+MOST_ASKED = 512
+
+
 class FailureBoard(Protocol):
     """What the guard needs of a board; every call may raise OSError or RuntimeError."""
 
@@ -59,6 +65,22 @@ class FailureBoard(Protocol):
 
     def posted(self) -> Failure | None:
         """The failure that was left, if any."""
+        ...
+
+    def call(self) -> None:
+        """Ask every rank where it is."""
+        ...
+
+    def called(self) -> bool:
+        """Whether somebody asks where the ranks are."""
+        ...
+
+    def answer(self, rank: int, where: str) -> None:
+        """Say where this rank is."""
+        ...
+
+    def answers(self) -> dict[int, str]:
+        """What the ranks have said so far."""
         ...
 
     def leave(self) -> None:
@@ -109,6 +131,20 @@ class DirectoryBoard:
             return None
         return Failure(**json.loads(path.read_text()))
 
+    def call(self) -> None:
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self._directory / "roll-call").touch(mode=0o600)
+
+    def called(self) -> bool:
+        return self._is_current(self._directory / "roll-call")
+
+    def answer(self, rank: int, where: str) -> None:
+        write_atomically(self._directory / f"rank-{rank}", where)
+
+    def answers(self) -> dict[int, str]:
+        found = [path for path in self._directory.glob("rank-*") if self._is_current(path)]
+        return {int(path.name.removeprefix("rank-")): path.read_text() for path in found}
+
     def leave(self) -> None:
         (self._directory / f"left-{os.getpid()}").touch(mode=0o600)
         left = sum(self._is_current(path) for path in self._directory.glob("left-*"))
@@ -154,6 +190,23 @@ class StoreBoard:
         if not self._store.check(["failure"]):
             return None
         return Failure(**json.loads(self._store.get("failure")))
+
+    def call(self) -> None:
+        self._store.set("roll-call", "1")
+
+    def called(self) -> bool:
+        return self._store.check(["roll-call"])
+
+    def answer(self, rank: int, where: str) -> None:
+        self._store.set(f"rank-{rank}", where)
+
+    def answers(self) -> dict[int, str]:
+        keys = {rank: f"rank-{rank}" for rank in range(min(self._world_size, MOST_ASKED))}
+        return {
+            rank: self._store.get(key).decode()
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
 
     def leave(self) -> None:
         self._store.add("left", 1)

@@ -53,7 +53,8 @@ class Groups:
     """The groups of one rank, one per axis or set of axes that something is reduced over.
 
     `tp_pp` is Megatron's model-parallel group; `kv_replica` the part of `tp` that holds
-    the same KV heads; `etp`, `ep` and `edp` live on the expert grid.
+    the same KV heads; `tied_ends` the first and the last rank of `pp` (its other ranks have
+    a group of their own, which nothing uses); `etp`, `ep` and `edp` live on the expert grid.
     """
 
     world: Group
@@ -64,6 +65,7 @@ class Groups:
     pp: Group
     tp_pp: Group
     kv_replica: Group
+    tied_ends: Group
     etp: Group
     ep: Group
     edp: Group
@@ -76,8 +78,14 @@ def local_group(name: str, recorder: Recorder | None = None) -> Group:
 
 def local_groups(recorder: Recorder | None = None) -> Groups:
     """The groups of a run of one process."""
-    names = ["world", "kv_replica", *(name for name, _, _ in _GROUP_AXES)]
+    names = ["world", "kv_replica", "tied_ends", *(name for name, _, _ in _GROUP_AXES)]
     return Groups(**{name: local_group(name, recorder) for name in names})
+
+
+def _ends(pipeline: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The two ends of a pipeline for its ends, what is between them for the others."""
+    ends = (pipeline[0], pipeline[-1])
+    return tuple(sorted(set(ends))) if rank in ends else pipeline[1:-1]
 
 
 def world_group(rank: int, world_size: int, recorder: Recorder | None = None) -> Group:
@@ -110,13 +118,17 @@ def build_groups(
         grid = grids.dense if grid_name == "dense" else grids.expert
         members[name] = grid.group(rank, axes)
     members["kv_replica"] = kv_replica_ranks(grids.dense, rank, kv_heads)
+    members["tied_ends"] = _ends(members["pp"], rank)
     created: dict[tuple[int, ...], dist.ProcessGroup] = {}
     if grids.world_size > 1 and dist.group.WORLD is not None:
         created[members["world"]] = dist.group.WORLD
     groups: dict[str, Group] = {}
     for name, ranks in members.items():
         process_group = None
-        if len(ranks) > 1:
+        # Group names depend on how many groups a rank has made: a lone middle rank of a
+        # pipeline makes one when the ends do.
+        is_paired = name == "tied_ends" and len(members["pp"]) > 2
+        if len(ranks) > 1 or is_paired:
             # Only dense groups of equal ranks share a communicator: an expert all-to-all
             # must not queue behind the gradient buckets that are reduced meanwhile.
             key = (-1, *ranks) if name in ("etp", "ep", "edp") else ranks
@@ -128,6 +140,6 @@ def build_groups(
                 )
                 assert isinstance(new, dist.ProcessGroup), "this rank is a member"
                 created[key] = new
-            process_group = created[key]
+            process_group = created[key] if len(ranks) > 1 else None
         groups[name] = Group(name, ranks, ranks.index(rank), process_group, recorder)
     return Groups(**groups)

@@ -14,16 +14,25 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_lite.errors import RunStopped, UserError
-from megatron_lite.mesh.failure_board import Failure, FailureBoard, node_board, write_atomically
+from megatron_lite.mesh.failure_board import (
+    MOST_ASKED,
+    WAITS,
+    Failure,
+    FailureBoard,
+    node_board,
+    write_atomically,
+)
 from megatron_lite.mesh.world import WorldInfo
 
-SPEAKER_WAIT_S = 10.0  # for the speaker's message, by those who stay silent
+SPEAKER_WAIT_S = 15.0  # for the speaker's message, by those who stay silent
 _LEAVE_WAIT_S = 5.0  # for the readers of a board that dies with this process
 _POLL_S = 0.05
+_ROLL_CALL_S = 4.0  # for every rank to say where it is
+_MOST_SHOWN = 64
 _WATCH_S = 0.5  # at a few hundred ranks; slower for more, the store is one process
 _WATCH_MAX_S = 5.0
 # Files that the user named and has to set right: permissions, folders in the place of files.
@@ -40,13 +49,15 @@ class RunStatus:
     """Where a run is, for its last words; the program keeps it up to date.
 
     `save_dir` gets `exit_status.json`; `step` is the iteration in progress, None before
-    the first; `phase` names what the program is doing.
+    the first; `phase` names what the program is doing; `where` tells the place inside a step,
+    which a rank is asked for when another one waits for it in vain.
     """
 
     save_dir: Path | None = None
     step: int | None = None
     phase: str = ""
     boards: list[FailureBoard] = field(default_factory=list)
+    where: Callable[[], str] = lambda: ""
 
     def attach(self, board: FailureBoard) -> None:
         """Add a board that more ranks see than those before it."""
@@ -170,12 +181,12 @@ def _settle(error: BaseException, info: WorldInfo, status: RunStatus) -> int:
     # that fails alone speaks up when rank 0 has been silent for long enough.
     told = None
     if boards and not (met or info.rank == 0):
-        told = _wait_for_word(boards, SPEAKER_WAIT_S)
+        told = _wait_for_word(info, status, SPEAKER_WAIT_S)
     if told is None and not _may_speak(boards):
-        told = _wait_for_word(boards, SPEAKER_WAIT_S)
+        told = _wait_for_word(info, status, SPEAKER_WAIT_S)
     if told is None:
-        _speak(failure, status)
-        told = failure
+        told = _call_roll(failure, info, status)
+        _speak(told, status)
     _leave(boards, wait=info.rank == 0)
     return told.code
 
@@ -218,9 +229,63 @@ def _word(boards: list[FailureBoard]) -> Failure | None:
     return None
 
 
-def _wait_for_word(boards: list[FailureBoard], timeout_s: float) -> Failure | None:
+def _call_roll(failure: Failure, info: WorldInfo, status: RunStatus) -> Failure:
+    """Add where every rank is to a failure inside a step, and who must be the cause.
+
+    A rank that was killed or stopped does not answer; of those that do, one that waits for
+    nobody holds up the others.
+    """
+    here = status.where()
+    if failure.code != 1 or not here or not status.boards:
+        return failure
+    board = status.boards[-1]
+    asked = range(min(info.world_size, MOST_ASKED))
+    deadline = time.monotonic() + _ROLL_CALL_S
+    found: dict[int, str] = {}
+    try:
+        board.call()
+        while len(found) < len(asked) - 1 and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            found = {rank: text for rank, text in board.answers().items() if rank != info.rank}
+    except (OSError, RuntimeError, ValueError):
+        if not found:
+            return failure
+    found[info.rank] = here
+    silent = [rank for rank in asked if rank not in found]
+    busy = [rank for rank in found if WAITS not in found[rank]]
+    cause = ""
+    if silent:
+        cause = f"ranks that do not answer, killed or stopped: {_shown_ranks(silent)}"
+    elif busy:
+        cause = f"ranks that wait for no other: {_shown_ranks(sorted(busy))}"
+    lines = [f"  rank {rank}, {found[rank]}" for rank in sorted(found)[:_MOST_SHOWN]]
+    text = "\n".join([failure.reason, "where the ranks are:", *lines, *([cause] if cause else [])])
+    return replace(failure, reason=text)
+
+
+def _shown_ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _MOST_SHOWN} more" if len(ranks) > _MOST_SHOWN else ""
+    return ", ".join(map(str, ranks[:_MOST_SHOWN])) + more
+
+
+def _answer(info: WorldInfo, status: RunStatus) -> bool:
+    """Say where this rank is if somebody asks; whether it is said."""
+    for board in list(status.boards):
+        try:
+            if board.called():
+                board.answer(info.rank, status.where() or "not in a step")
+                return True
+        except (OSError, RuntimeError):
+            continue
+    return False
+
+
+def _wait_for_word(info: WorldInfo, status: RunStatus, timeout_s: float) -> Failure | None:
+    boards = status.boards
+    answered = False
     deadline = time.monotonic() + timeout_s
     while True:
+        answered = answered or _answer(info, status)
         failure = _word(boards)
         if failure is not None or time.monotonic() > deadline:
             return failure
@@ -281,7 +346,9 @@ class _Watcher:
         self._stopped.set()
 
     def _watch(self) -> None:
+        answered = False
         while not self._stopped.wait(self._interval_s):
+            answered = answered or _answer(self._info, self._status)
             failure = _word(self._status.boards)
             if failure is None:
                 continue

@@ -1,8 +1,8 @@
 """A stage of a GPT-style decoder: its parameters, and the pass from tokens to the loss.
 
 Parameters are the physical tensors of the spec, registered under their Megatron names; the
-stage never invents one. `forward` covers all layers (one stage); pipeline stages cut the
-same three parts (embed, layers, head).
+model never invents one. `forward` goes from tokens to the loss on one rank that holds all;
+in a pipeline a rank holds some of the stages (`StagePart`), and `run_part` is one of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_lite.ops.dropout import bias_dropout_residual
 from megatron_lite.ops.norm import accumulation_dtype
 from megatron_lite.ops.recompute import recompute
 from megatron_lite.ops.rotary import rotary_table
+from megatron_lite.pipeline.partition import StagePart, whole_model
 from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.physical import PhysicalParam, physical_params
 from megatron_lite.spec.shards import local_box
@@ -66,15 +67,16 @@ def _register(root: nn.Module, dotted: str, param: nn.Parameter) -> None:
 
 
 class GPTStage(nn.Module):
-    """All layers of the model on this rank.
+    """What this rank holds of the model: all of it, or its stages of a pipeline.
 
     Args:
         plan: architecture, axes, precision, recomputation.
-        specs: logical parameters of the stage, forward order.
+        specs: logical parameters of this rank, forward order.
         groups: process groups of this rank.
         coordinate: this rank's coordinate on the dense grid.
         device: where parameters live.
         options: choices that do not change the result.
+        parts: the stages of this rank, ascending; the whole model when empty.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class GPTStage(nn.Module):
         coordinate: Mapping[str, int],
         device: torch.device | str = "cpu",
         options: StageOptions | None = None,
+        parts: Sequence[StagePart] = (),
     ) -> None:
         super().__init__()
         self.plan = plan
@@ -105,13 +108,22 @@ class GPTStage(nn.Module):
             fused_attention=self.options.fused_attention,
             recompute=plan.recompute,
         )
-        self.layers = [LayerParts(self.parts, i) for i in range(plan.model.num_layers)]
+        self.stage_parts = {
+            part.stage: part for part in parts or whole_model(plan.model.num_layers)
+        }
+        self.layers = {
+            layer: LayerParts(self.parts, layer)
+            for part in self.stage_parts.values()
+            for layer in part.layers
+        }
         self._run_layer = transformer_layer
         if self.options.compile_layers:
-            self._run_layer = compile_layer(self.layers)
-        table = next(spec for spec in specs if spec.name == WORD_EMBEDDING)
-        box = local_box(table, coordinate, plan.parallel)
-        self.vocab_range = (box.offset[0], box.shape[0])
+            self._run_layer = compile_layer(list(self.layers.values()))
+        self.vocab_range = (0, 0)  # rows of the vocabulary, where a rank has any
+        for spec in specs:
+            if spec.name in (WORD_EMBEDDING, OUTPUT_LAYER):
+                box = local_box(spec, coordinate, plan.parallel)
+                self.vocab_range = (box.offset[0], box.shape[0])
 
     def param(self, name: str) -> nn.Parameter:
         """The physical parameter of a name in `physical`."""
@@ -128,11 +140,36 @@ class GPTStage(nn.Module):
         Returns:
             0-dim loss of this rank's tokens; call backward with gradient 1.
         """
-        hidden = self._layers(self._embed(tokens, mb), mb)
-        tied = OUTPUT_LAYER not in self._params
+        return self.run_part(self._whole, tokens, labels, mb)
+
+    @property
+    def _whole(self) -> StagePart:
+        """The one stage of a rank that holds the whole model."""
+        (part,) = self.stage_parts.values()
+        return part
+
+    def run_part(
+        self, part: StagePart, source: Tensor, labels: Tensor, mb: MicrobatchContext
+    ) -> Tensor:
+        """One stage of one microbatch.
+
+        Args:
+            part: one of `stage_parts`.
+            source: [s, b] int64 tokens for the first stage, else the output of the stage
+                before, [s, b, h], under sequence parallelism this rank's [s/tp, b, h].
+            labels: [s, b] int64; the last stage reads them.
+            mb: the microbatch.
+
+        Returns:
+            The last stage's 0-dim loss, else a tensor like `source` of a later stage.
+        """
+        x = self._embed(source, mb) if part.embedding else source
+        hidden = self._layers(part, x, mb)
+        if not part.head:
+            return hidden
         return head_cross_entropy(
             self._final_norm(hidden, mb),
-            self._params[WORD_EMBEDDING if tied else OUTPUT_LAYER],
+            self._output_weight,
             labels,
             self.vocab_range,
             self.options.loss_chunks,
@@ -140,6 +177,10 @@ class GPTStage(nn.Module):
             self.parts.sequence_parallel,
             mb,
         )
+
+    @property
+    def _output_weight(self) -> nn.Parameter:
+        return self._params[WORD_EMBEDDING if self.plan.model.tied else OUTPUT_LAYER]
 
     def logits(self, tokens: Tensor, mb: MicrobatchContext, cache: KeyValueCache | None) -> Tensor:
         """Logits of every given position, for sampling and comparison.
@@ -153,12 +194,21 @@ class GPTStage(nn.Module):
             [s, b, v], replicated over tp; padding columns are left out.
         """
         with torch.no_grad():
-            hidden = self._final_norm(self._layers(self._embed(tokens, mb), mb, cache), mb)
-            if self.parts.sequence_parallel:
-                hidden = gather_sequence(hidden, self.tp_group)
-            tied = OUTPUT_LAYER not in self._params
-            weight = self._params[WORD_EMBEDDING if tied else OUTPUT_LAYER]
-            return vocabulary_logits(hidden, weight, self.plan.model.vocab_size, self.tp_group)
+            return self.run_logits(self._whole, tokens, mb, cache)
+
+    def run_logits(
+        self, part: StagePart, source: Tensor, mb: MicrobatchContext, cache: KeyValueCache | None
+    ) -> Tensor:
+        """One stage on the way to `logits`: the last returns them, the others their output."""
+        x = self._embed(source, mb) if part.embedding else source
+        hidden = self._layers(part, x, mb, cache)
+        if not part.head:
+            return hidden
+        hidden = self._final_norm(hidden, mb)
+        if self.parts.sequence_parallel:
+            hidden = gather_sequence(hidden, self.tp_group)
+        vocab_size = self.plan.model.vocab_size
+        return vocabulary_logits(hidden, self._output_weight, vocab_size, self.tp_group)
 
     def _embed(self, tokens: Tensor, mb: MicrobatchContext) -> Tensor:
         x = vocabulary_embedding(
@@ -177,15 +227,19 @@ class GPTStage(nn.Module):
         return x
 
     def _layers(
-        self, x: Tensor, mb: MicrobatchContext, cache: KeyValueCache | None = None
+        self,
+        part: StagePart,
+        x: Tensor,
+        mb: MicrobatchContext,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         model = self.plan.model
         rotary = None
         if model.rotary is not None:
             rotary = rotary_table(model.rotary, mb.full_positions, accumulation_dtype(self.dtype))
-        for group, again in self._layer_groups(mb):
+        for group, again in self._layer_groups(part, mb):
 
-            def run(x: Tensor, group: range = group) -> Tensor:
+            def run(x: Tensor, group: Sequence[int] = group) -> Tensor:
                 for layer in group:
                     x = self._run_layer(self.layers[layer], x, rotary, mb, cache)
                     self._keep(f"layers.{layer}", x, mb)
@@ -194,18 +248,20 @@ class GPTStage(nn.Module):
             x = recompute(run, x) if again else run(x)
         return x
 
-    def _layer_groups(self, mb: MicrobatchContext) -> Iterator[tuple[range, bool]]:
-        """Runs of layers, and whether each is recomputed as a whole."""
-        total, size = self.plan.model.num_layers, max(self.options.recompute_layers, 1)
+    def _layer_groups(
+        self, part: StagePart, mb: MicrobatchContext
+    ) -> Iterator[tuple[Sequence[int], bool]]:
+        """Runs of the stage's layers, and whether each is recomputed as a whole."""
+        layers, size = part.layers, max(self.options.recompute_layers, 1)
         if self.plan.recompute != "full" or mb.wgrads is None:
-            yield range(total), False
+            yield layers, False
         elif self.options.recompute_method == "block":
-            for layer in range(min(size, total)):
-                yield range(layer, layer + 1), True
-            yield range(min(size, total), total), False
+            for layer in layers[:size]:
+                yield (layer,), True
+            yield layers[size:], False
         else:
-            for first in range(0, total, size):
-                yield range(first, min(first + size, total)), True
+            for first in range(0, len(layers), size):
+                yield layers[first : first + size], True
 
     def _final_norm(self, x: Tensor, mb: MicrobatchContext) -> Tensor:
         x = self.parts.norm("decoder.final_layernorm", x, mb)

@@ -1,8 +1,9 @@
 """Sampling from a stage: prompt in, continuation out, keys and values cached.
 
-All tp ranks hold the same full logits and draw the same word, because the draw is a
-function of (seed, position): no broadcast is needed and a continuation can be repeated in
-any layout.
+All tp ranks of the last stage hold the same full logits and draw the same word, because the
+draw is a function of (seed, position): a continuation can be repeated in any layout. In a
+pipeline every token passes through the stages, one after the other, and the last stage's
+choice goes to all of them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_lite.errors import UserError
+from megatron_lite.mesh.collectives import broadcast
+from megatron_lite.mesh.groups import Group, local_groups
+from megatron_lite.mesh.p2p import Link, open_links, receive_into, send
 from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.model.attention import KeyValueCache
 from megatron_lite.model.gpt import GPTStage
 from megatron_lite.ops.random import flat_words, stream_counter
+from megatron_lite.pipeline.channels import list_channels
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,62 @@ def choose_token(logits: Tensor, position: int, options: SamplingOptions) -> int
     return int(order[torch.searchsorted(probs.cumsum(0), drawn).clamp(max=order.numel() - 1)])
 
 
+@dataclass(frozen=True, eq=False)
+class StageChain:
+    """The way of a token through the stages of a pipeline, one per rank.
+
+    Attributes:
+        pp: this rank's pipeline group.
+        incoming: from the stage before; None on the first.
+        outgoing: to the stage behind; None on the last.
+    """
+
+    pp: Group
+    incoming: Link | None = None
+    outgoing: Link | None = None
+
+    def run(
+        self, stage: GPTStage, tokens: Tensor, mb: MicrobatchContext, cache: KeyValueCache
+    ) -> Tensor | None:
+        """Pass new tokens through; their logits [s, b, v] on the last stage, else None.
+
+        Comm: one message of s*b*h elements between neighbouring stages.
+        """
+        (part,) = stage.stage_parts.values()
+        source = tokens
+        if self.incoming is not None:
+            shape = (*tokens.shape, stage.plan.model.hidden_size)
+            source = torch.empty(shape, dtype=stage.dtype, device=tokens.device)
+            receive_into(source, self.incoming).wait()
+        with torch.no_grad():
+            output = stage.run_logits(part, source, mb, cache)
+        if self.outgoing is None:
+            return output
+        send(output.contiguous(), self.outgoing).wait()
+        return None
+
+    def share(self, token: int | None, device: torch.device) -> int:
+        """Give the last stage's choice to all stages.
+
+        Comm: broadcast of one element over pp.
+        """
+        chosen = torch.tensor([-1 if token is None else token], device=device)
+        broadcast(chosen, self.pp, self.pp.size - 1)
+        return int(chosen)
+
+
+def open_chain(placement: Sequence[int], pp: Group) -> StageChain:
+    """Open the channels between neighbouring stages; every rank of the world calls it."""
+    if pp.size == 1:
+        return StageChain(pp)
+    links = open_links([found for found in list_channels(placement) if found[2] == "F"], pp)
+    return StageChain(
+        pp,
+        incoming=links.get((pp.rank - 1, pp.rank, "F")),
+        outgoing=links.get((pp.rank, pp.rank + 1, "F")),
+    )
+
+
 def _context(first: int, count: int, device: torch.device) -> MicrobatchContext:
     positions = torch.arange(first, first + count, device=device)
     return MicrobatchContext(
@@ -82,7 +143,12 @@ def _context(first: int, count: int, device: torch.device) -> MicrobatchContext:
 
 
 def sample_tokens(
-    stage: GPTStage, prompt: Sequence[int], count: int, options: SamplingOptions, eod: int | None
+    stage: GPTStage,
+    prompt: Sequence[int],
+    count: int,
+    options: SamplingOptions,
+    eod: int | None,
+    chain: StageChain | None = None,
 ) -> Iterator[int]:
     """Continue a prompt, one token at a time.
 
@@ -92,6 +158,7 @@ def sample_tokens(
         count: most tokens to produce; fewer when `eod` comes or positions run out.
         options: how tokens are chosen.
         eod: id that ends the continuation, or None.
+        chain: the other stages, where this one is not the whole model.
 
     Yields:
         Token ids, `eod` not included.
@@ -111,12 +178,14 @@ def sample_tokens(
     if len(prompt) > limit:
         raise UserError(f"the prompt has {len(prompt)} tokens, the model has {limit} positions")
     device = next(stage.parameters()).device
+    chain = chain or StageChain(local_groups().pp)
     cache, first, new = KeyValueCache(), 0, list(prompt)
     for _ in range(count):
         tokens = torch.tensor(new, dtype=torch.int64, device=device).unsqueeze(1)
-        logits = stage.logits(tokens, _context(first, len(new), device), cache)[-1, 0]
+        logits = chain.run(stage, tokens, _context(first, len(new), device), cache)
         first += len(new)
-        token = choose_token(logits, first, options)
+        choice = None if logits is None else choose_token(logits[-1, 0], first, options)
+        token = chain.share(choice, device)
         if token == eod:
             return
         yield token

@@ -24,23 +24,39 @@ LAST = "--decoder-last-pipeline-num-layers"
 EMBEDDING = "--account-for-embedding-in-pipeline-split"
 LOSS = "--account-for-loss-in-pipeline-split"
 _MAX_LAYERS = 2**20
+# Use-sites of parameters outside the layers.
+AT_EMBEDDING, AT_FINAL_NORM, AT_HEAD = "embedding", "final_norm", "head"
 
 
 @dataclass(frozen=True)
 class StagePart:
-    """What one stage holds.
+    """What one stage holds and computes.
 
     Attributes:
+        stage: its number over the whole model.
         layers: global indices of decoder layers, ascending.
-        embedding: word (and position) embeddings.
-        head: final norm, output layer and loss.
+        embedding: it begins with the word (and position) embeddings.
+        head: it ends with the final norm, the output layer and the loss.
         mtp: depths of multi-token prediction, ascending.
     """
 
+    stage: int
     layers: tuple[int, ...]
     embedding: bool = False
     head: bool = False
     mtp: tuple[int, ...] = ()
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """Use-sites of the parameters it needs."""
+        first = (AT_EMBEDDING,) if self.embedding else ()
+        last = (AT_FINAL_NORM, AT_HEAD) if self.head else ()
+        return frozenset((*first, *last, *(f"layer.{layer}" for layer in self.layers)))
+
+
+def whole_model(num_layers: int) -> tuple[StagePart, ...]:
+    """Return the one stage of a model that is not cut."""
+    return (StagePart(0, tuple(range(num_layers)), embedding=True, head=True),)
 
 
 @dataclass(frozen=True)
@@ -203,6 +219,7 @@ def _deal(counts: Sequence[int], num_layers: int, num_mtp: int) -> tuple[StagePa
     last = len(counts) - 1
     parts = tuple(
         StagePart(
+            stage,
             tuple(range(end - count, end)),
             embedding=stage == 0,
             head=stage == last,
@@ -276,7 +293,7 @@ def parse_layout(
         UserError: what is wrong, where, and what is legal.
     """
     where = f"{LAYOUT} {_short(text)}"
-    stages = _expand(text, where).split("|")
+    stages = list_stages(text)
     if len(stages) % num_ranks or (chunks is not None and len(stages) != num_ranks * chunks):
         legal = f"a multiple of {num_ranks}" if chunks is None else str(num_ranks * chunks)
         raise UserError(f"{where}: {len(stages)} stages for {PP} {num_ranks}; legal: {legal}")
@@ -299,10 +316,11 @@ def parse_layout(
             "end of the last stage"
         )
     parts, layer, depth = [], 0, 0
-    for stage in stages:
+    for number, stage in enumerate(stages):
         num, mtp = stage.count("t"), stage.count("m")
         parts.append(
             StagePart(
+                number,
                 tuple(range(layer, layer + num)),
                 "E" in stage,
                 "L" in stage,
@@ -312,6 +330,15 @@ def parse_layout(
         layer, depth = layer + num, depth + mtp
     check_parts(parts, num_layers, num_mtp)
     return tuple(parts)
+
+
+def list_stages(text: str) -> list[str]:
+    """Write a layout string out, one string of letters per stage.
+
+    Raises:
+        UserError: it is not made of these letters and repetitions.
+    """
+    return _expand(text, f"{LAYOUT} {_short(text)}").split("|")
 
 
 def _short(text: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_lite.errors import UserError
+from megatron_lite.mesh.failure_board import WAITS
 from megatron_lite.pipeline.actions import Action, Kind
 
 Handler = Callable[[Action], None]
@@ -29,11 +30,25 @@ class Runner:
         rank: global rank, for messages.
         counts: actions executed so far, by kind.
         current: the action being executed, for watchdogs; None between runs.
+        index, total, step: its place in the list, for watchdogs too.
+        waiting: what it waits for in words, "" while it waits for nobody.
     """
 
     rank: int
+    waiting: Callable[[], str] = lambda: ""
     counts: Counter[Kind] = field(default_factory=Counter)
     current: Action | None = None
+    index: int = 0
+    total: int = 0
+    step: int = 0
+
+    def where(self) -> str:
+        """Say where this rank is, in words; "" between runs."""
+        if self.current is None:
+            return ""
+        waits = self.waiting()
+        place = f"step {self.step + 1}: {self.current} (action {self.index} of {self.total})"
+        return f"{place} {WAITS} {waits}" if waits else place
 
     def run(
         self, actions: Sequence[Action], handlers: Mapping[Kind, Handler], step: int = 0
@@ -48,16 +63,14 @@ class Runner:
         Raises:
             ActionError: a handler failed with anything but a message for the user.
         """
+        self.total, self.step = len(actions), step
         for index, action in enumerate(actions):
-            self.current = action
+            self.index, self.current = index, action
             try:
                 handlers[action.kind](action)
             except UserError:
                 raise
             except Exception as error:
-                raise ActionError(
-                    f"rank {self.rank}, step {step + 1}: {action} "
-                    f"(action {index} of {len(actions)}) failed: {error}"
-                ) from error
+                raise ActionError(f"rank {self.rank}, {self.where()} failed: {error}") from error
             self.counts[action.kind] += 1
         self.current = None

@@ -39,12 +39,14 @@ class ParamSpec:
         padded: length of `cut_dim` including padding rows (vocabulary), else None.
         partial_axes: groups over which the gradient is a partial sum, besides the data and
             context axes: "tp" (each rank sees part of the tokens or heads) or
-            "kv_replica" (the ranks that share KV heads see different queries).
+            "kv_replica" (the ranks that share KV heads see different queries), "tied_ends"
+            (one rank uses a tied embedding as embedding, the other as output layer).
         uses: forward use-sites; each writes one gradient contribution per microbatch.
         deferrable: whether its weight gradient can be computed apart from the input's.
         decay: whether weight decay applies.
         init: law of the initial values.
         matrix: shape of the matrix that a matrix optimizer acts on, None for vectors.
+        holders: pipeline ranks that hold copies, where several do; else empty.
     """
 
     name: str
@@ -60,6 +62,7 @@ class ParamSpec:
     decay: bool = True
     init: InitLaw = InitLaw("zeros")
     matrix: tuple[int, int] | None = None
+    holders: tuple[int, ...] = ()
 
     @property
     def elements(self) -> int:

@@ -93,7 +93,8 @@ def replica(spec: ParamSpec, coordinate: Mapping[str, int], parallel: ParallelSh
     """Number the copies of the region that the rank at `coordinate` holds.
 
     Copies are on the ranks of the data and context axes, of the axes the parameter is not
-    cut over, and on those that share a piece (fewer pieces than ranks on the axis).
+    cut over, on those that share a piece (fewer pieces than ranks on the axis), and on the
+    pipeline ranks that hold it.
     """
     index, count, names = 0, 1, [spec.grid]
     axes = ("tp", "cp", "dp") if spec.grid == "dense" else ("etp", "ep", "edp")
@@ -105,6 +106,10 @@ def replica(spec: ParamSpec, coordinate: Mapping[str, int], parallel: ParallelSh
         index += position * count
         count *= size
         names.append(f"{axis}{size}")
+    if spec.holders:
+        index += spec.holders.index(coordinate["pp"]) * count
+        count *= len(spec.holders)
+        names.append(f"pp{len(spec.holders)}")
     return Replica(index, count, "-".join(names))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_lite.telemetry.flops import local_kv_heads
 
@@ -49,6 +49,7 @@ class MemoryLedger:
     moments_bytes: int
     activations_bytes: int
     logits_bytes: int
+    messages_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -59,8 +60,9 @@ class MemoryLedger:
 
     @property
     def total_bytes(self) -> int:
-        """State, saved activations and the logits chunk."""
-        return self.state_bytes + self.activations_bytes + self.logits_bytes
+        """State, saved activations, messages of a pipeline and the logits chunk."""
+        working = self.activations_bytes + self.messages_bytes + self.logits_bytes
+        return self.state_bytes + working
 
     def rows(self) -> tuple[tuple[str, int], ...]:
         """(purpose, bytes) in printing order."""
@@ -70,6 +72,7 @@ class MemoryLedger:
             ("master weights", self.masters_bytes),
             ("optimizer moments", self.moments_bytes),
             ("activations (estimate)", self.activations_bytes),
+            *([("messages (estimate)", self.messages_bytes)] if self.messages_bytes else []),
             ("logits chunk (estimate)", self.logits_bytes),
             ("total", self.total_bytes),
         )
@@ -238,55 +241,104 @@ def layer_bytes(shape: ActivationShape, keep_probabilities: bool = True) -> int:
     return total + (fc1_outputs + 1) * ffn * shape.tokens * shape.narrow
 
 
-def end_bytes(shape: ActivationShape) -> int:
-    """What is kept once per microbatch, outside the layers.
+def deferred_bytes(shape: ActivationShape) -> int:
+    """What one layer leaves between I and W: inputs and output gradients of its products."""
+    model, parallel = shape.model, shape.parallel
+    query = model.num_attention_heads // parallel.tp * model.kv_channels
+    fused_qkv = query + 2 * local_kv_heads(model, parallel.tp) * model.kv_channels
+    ffn = _ceil_div(model.ffn_hidden_size, parallel.tp)
+    fc1_outputs = 2 if model.gated else 1
+    # Under sequence parallelism, too: what was gathered for the products is kept whole.
+    channels = 4 * model.hidden_size + query + fused_qkv + (fc1_outputs + 1) * ffn
+    return channels * shape.tokens * shape.narrow
 
-    The final norm's input and statistics, the head's input gradient, rotary tables, token
-    ids with their vocabulary mask (8 + 1 bytes), the dropout mask behind the embedding.
+
+def end_bytes(
+    shape: ActivationShape, *, embedding: bool = True, head: bool = True, layers: bool = True
+) -> int:
+    """What a stage keeps once per microbatch, outside the layers.
+
+    Token ids with their vocabulary mask (8 + 1 bytes) and the dropout mask behind the
+    embedding; rotary tables; the head's input gradient, the final norm's input, statistics.
     """
-    model = shape.model
-    total = 2 * shape.stream_bytes + shape.stream_tokens * shape.statistics * shape.wide
-    if model.rotary is not None:
+    model, total = shape.model, 0
+    if embedding:
+        total += 9 * shape.tokens
+        if shape.keeps_masks:
+            total += shape.stream_tokens * model.hidden_size
+    if layers and model.rotary is not None:
         total += model.seq_length * model.rotary.dim * shape.wide  # cosine and sine
-    if shape.keeps_masks:
-        total += shape.stream_tokens * model.hidden_size
-    return total + 9 * shape.tokens
+    if head:
+        total += 2 * shape.stream_bytes + shape.stream_tokens * shape.statistics * shape.wide
+    return total
 
 
-def estimate_activation_bytes(
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one microbatch in one stage.
+
+    Attributes:
+        kept_bytes: between F and the start of its backward.
+        deferred_bytes: between I and W.
+        working_bytes: what one recomputed region brings back for a moment.
+    """
+
+    kept_bytes: int
+    deferred_bytes: int
+    working_bytes: int
+
+
+def estimate_stage_bytes(
     shape: ActivationShape,
     layers: int,
     *,
+    embedding: bool = True,
+    head: bool = True,
     recompute: str = "none",
     recomputed_layers: int | None = None,
     recompute_group: int = 1,
-    microbatches_in_flight: int = 1,
-) -> int:
-    """Bytes kept between forward and backward on one rank, at the peak of a step.
+) -> StageMemory:
+    """Bytes that one stage keeps for one microbatch.
 
     Args:
-        shape: one microbatch.
-        layers: transformer layers on this rank.
+        shape: the microbatch.
+        layers: transformer layers of the stage.
+        embedding, head: it begins with the one, ends with the other.
         recompute: "none", "selective" (the attention core) or "full" (whole layers).
         recomputed_layers: layers under "full"; None = all.
         recompute_group: layers that are recomputed together.
-        microbatches_in_flight: microbatches whose backward pass is outstanding.
-
-    Returns:
-        What is kept plus, with recomputation, what one recomputed region brings back.
     """
     one_layer = layer_bytes(shape)
     kept, working = layers * one_layer, 0
     if recompute == "selective":
         kept = layers * layer_bytes(shape, keep_probabilities=False)
-        if shape.explicit_attention:
+        if shape.explicit_attention and layers:
             working = probability_bytes(shape)
     elif recompute == "full":
         light = layers if recomputed_layers is None else min(recomputed_layers, layers)
         groups = _ceil_div(light, recompute_group)
         kept = groups * shape.stream_bytes + (layers - light) * one_layer
         working = min(recompute_group, light) * one_layer
-    return (kept + end_bytes(shape)) * microbatches_in_flight + working
+    ends = end_bytes(shape, embedding=embedding, head=head, layers=layers > 0)
+    return StageMemory(kept + ends, layers * deferred_bytes(shape), working)
+
+
+def estimate_activation_bytes(
+    shape: ActivationShape, layers: int, *, microbatches_in_flight: int = 1, **recompute: Any
+) -> int:
+    """Bytes kept between forward and backward by a rank that holds the whole model.
+
+    Args:
+        shape: one microbatch.
+        layers: transformer layers.
+        microbatches_in_flight: microbatches whose backward pass is outstanding.
+        recompute: see `estimate_stage_bytes`.
+
+    Returns:
+        What is kept plus, with recomputation, what one recomputed region brings back.
+    """
+    stage = estimate_stage_bytes(shape, layers, **recompute)
+    return stage.kept_bytes * microbatches_in_flight + stage.working_bytes
 
 
 def estimate_logits_bytes(

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from megatron_lite.pipeline.actions import Schedule
+from megatron_lite.pipeline.costs import Costs
+from megatron_lite.pipeline.simulate import simulate
 from megatron_lite.telemetry.flops import MachinePeak, model_flops_per_token
 from megatron_lite.telemetry.lines import (
     format_padded_vocab,
@@ -39,24 +43,26 @@ class SummaryFacts:
     Attributes:
         parameters: logical elements of the model.
         rank_parameters: (tp_rank, pp_rank, elements) per model-parallel rank.
-        ledger: memory of the largest rank.
+        ledgers: memory by pipeline rank.
         data: label -> text (sources, documents, tokenizer, fingerprint).
         loss_normalization: how the loss is averaged, in words.
         warnings: every warning in force, also those printed before.
         device: where and how it runs, e.g. "cpu, gloo, 1 thread per rank".
         flops_convention: convention of TFLOP/s and MFU.
         peak: what MFU is measured against.
+        table: of the first step; None without a pipeline.
     """
 
     parameters: int
     rank_parameters: Sequence[tuple[int, int, int]]
-    ledger: MemoryLedger
+    ledgers: Sequence[MemoryLedger]
     data: Mapping[str, str] = field(default_factory=dict)
     loss_normalization: str = "sum over valid tokens / valid tokens of the global batch"
     warnings: Sequence[str] = ()
     device: str = ""
     flops_convention: str = "full_square"
     peak: MachinePeak | None = None
+    table: Schedule | None = None
 
 
 def describe_reproducibility(compute: str) -> str:
@@ -70,6 +76,8 @@ def build_summary(plan: Plan, facts: SummaryFacts) -> str:
     lines += [_line("model", text) for text in _describe_model(plan)]
     lines.append(_line("parameters", f"{facts.parameters:,} in total"))
     lines.append(_line("layout", _describe_layout(plan)))
+    if facts.table is not None:
+        lines += [_line("pipeline", text) for text in _describe_pipeline(plan, facts.table)]
     lines.append(_line("batch", _describe_batch(plan)))
     lines.append(_line("loss", facts.loss_normalization))
     lines.append(_line("precision", _describe_precision(plan)))
@@ -79,7 +87,7 @@ def build_summary(plan: Plan, facts: SummaryFacts) -> str:
     lines += [_line(label, text) for label, text in facts.data.items()]
     lines.append(_line("reproducibility", describe_reproducibility(plan.precision.compute)))
     lines.append(_line("FLOPs", _describe_flops(plan, facts)))
-    lines += _describe_memory(facts.ledger)
+    lines += _describe_memory(facts.ledgers)
     lines += [_line("warning", text) for text in facts.warnings]
     padded = plan.model.padded_vocab_size(plan.parallel.tp)
     lines.append(format_padded_vocab(plan.model.vocab_size, padded))
@@ -113,9 +121,23 @@ def _describe_layout(plan: Plan) -> str:
     extras = ", sequence parallel" if parallel.sequence_parallel else ""
     if parallel.ep > 1 or parallel.etp != parallel.tp:
         extras += f"; experts ETP {parallel.etp} x EP {parallel.ep} x EDP {parallel.edp}"
-    if parallel.vpp > 1:
-        extras += f", {parallel.vpp} stages per pipeline rank"
     return f"{axes} = {parallel.world_size} ranks{extras}; order {parallel.order}"
+
+
+def _describe_pipeline(plan: Plan, table: Schedule) -> list[str]:
+    shape = plan.pipeline
+    sizes = [len(part.layers) for part in shape.parts]
+    layers = " | ".join(map(str, sizes))
+    ranks = " ".join(map(str, shape.placement))
+    time = tuple(Fraction(size) for size in sizes)
+    _, report = simulate(table, Costs(time, time, time))
+    alive = " | ".join(f"{float(peak):g}" for peak in report.peak_activations)
+    return [
+        f"schedule {table.name}, {shape.chunks} stage{'s' if shape.chunks > 1 else ''} per rank; "
+        f"layers of the stages {layers} on pipeline ranks {ranks}",
+        f"simulated bubble {100 * float(report.bubble_fraction):.1f} % of all slots (F = I = W "
+        f"per layer, ends and messages free); activations of {alive} microbatches at the peak",
+    ]
 
 
 def _describe_batch(plan: Plan) -> str:
@@ -151,6 +173,10 @@ def _describe_flops(plan: Plan, facts: SummaryFacts) -> str:
     )
 
 
-def _describe_memory(ledger: MemoryLedger) -> list[str]:
-    rows = [f"{name} {size / MIB:.1f}" for name, size in ledger.rows()]
-    return [_line("memory per rank", "MiB: " + ", ".join(rows))]
+def _describe_memory(ledgers: Sequence[MemoryLedger]) -> list[str]:
+    lines = []
+    for rank, ledger in enumerate(ledgers):
+        label = "memory per rank" if len(ledgers) == 1 else f"memory, pp rank {rank}"
+        rows = [f"{name} {size / MIB:.1f}" for name, size in ledger.rows()]
+        lines.append(_line(label, "MiB: " + ", ".join(rows)))
+    return lines

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -42,12 +42,14 @@ from megatron_lite.native.load import load_native, require_native
 from megatron_lite.optim.groups import param_group
 from megatron_lite.optim.optimizer import Optimizer, build_rule
 from megatron_lite.optim.schedule import build_schedule, samples_after
+from megatron_lite.pipeline.partition import StagePart
 from megatron_lite.pipeline.runner import Runner
 from megatron_lite.resilience.signals import StopDecision, StopSignals
 from megatron_lite.shard.buckets import MainGradients
 from megatron_lite.shard.buffers import FlatBuffers, trained
 from megatron_lite.shard.flat import build_layout, default_bucket_size
 from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.spec.stages import specs_on_rank
 from megatron_lite.telemetry.facade import Telemetry
 from megatron_lite.telemetry.flops import MachinePeak
 from megatron_lite.telemetry.meters import measure_matmul_peak
@@ -56,6 +58,7 @@ from megatron_lite.train.agreement import check_agreement
 from megatron_lite.train.canary import check_canary
 from megatron_lite.train.dump import DebugDump
 from megatron_lite.train.parts import Core, Parts
+from megatron_lite.train.pipeline import build_pipeline
 from megatron_lite.train.record import describe_code, describe_facts
 from megatron_lite.train.restore import Restored, load_run
 from megatron_lite.train.save_directory import check_save_directory, join_save_directory
@@ -114,6 +117,7 @@ def build_run(
         saver = Saver(core, joined, restored.state.iteration)
         stack.callback(saver.close)
         parts = build_parts(core, restored.state, info, signals, saver, stack)
+        status.where = parts.runner.where
         announce(parts, tokenizer, restored)
         for note in joined.notes:
             parts.telemetry.say(note)
@@ -180,7 +184,11 @@ def build_core(
         "expert": grids.expert.coordinate(info.rank),
     }
     specs = model_spec(plan.model, plan.parallel)
-    stage = build_stage(config, plan, specs, groups, coordinates["dense"], device)
+    pipeline = build_pipeline(config, plan, groups, device)
+    here = specs_on_rank(specs, plan.pipeline.parts, pipeline.placement, groups.pp.rank)
+    stage = build_stage(
+        config, plan, here, groups, coordinates["dense"], device, pipeline.local_parts
+    )
     buffers = build_buffers(config, plan, stage, coordinates)
     native, warning = False, ""
     if config.native_ops == "on":
@@ -195,6 +203,7 @@ def build_core(
         groups=groups,
         specs=specs,
         device=device,
+        pipeline=pipeline,
         stage=stage,
         buffers=buffers,
         gradients=MainGradients(buffers, groups, overlap=True),
@@ -233,7 +242,7 @@ def build_parts(
         **vars(core),
         positions=local,
         full_positions=positions,
-        runner=Runner(info.rank),
+        runner=Runner(info.rank, waiting=lambda: core.pipeline.exchange.waiting),
         train_loader=read_training_data(core, state, stack),
         telemetry=stack.enter_context(telemetry),
         timers=build_timers(config, core.device),
@@ -256,15 +265,21 @@ def build_stage(
     groups: Groups,
     coordinate: Mapping[str, int],
     device: torch.device,
+    parts: Sequence[StagePart] = (),
 ) -> GPTStage:
-    """Build the model of this rank, its parameters still zero."""
+    """Build the model of this rank, its parameters still zero.
+
+    Args:
+        specs: logical parameters of this rank.
+        parts: its stages; the whole model when empty.
+    """
     options = StageOptions(
         recompute_method=config.recompute_method or "uniform",
         recompute_layers=config.recompute_num_layers or 1,
         loss_chunks=config.loss_chunks,
         compile_layers=config.compile,
     )
-    return GPTStage(plan, specs, groups, coordinate, device, options)
+    return GPTStage(plan, specs, groups, coordinate, device, options, parts)
 
 
 def build_buffers(

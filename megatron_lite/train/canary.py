@@ -17,18 +17,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_lite.checkpoint.resume import ARITHMETIC_FIELDS
+from megatron_lite.config.pipeline_plan import plain_table
 from megatron_lite.data.loader import Batch, read_batch
 from megatron_lite.errors import DamagedError
 from megatron_lite.mesh.collectives import all_gather_json
-from megatron_lite.microbatch import LossSink, MicrobatchContext, WeightGradientStore
 from megatron_lite.pipeline.actions import Action, Kind
 from megatron_lite.train.closing import reduce_closing
 from megatron_lite.train.denominators import start_denominators
 from megatron_lite.train.microbatches import Microbatch, to_device
 from megatron_lite.train.parts import Parts
+from megatron_lite.train.passes import Passes, PassOptions, loss_sums, no_loss
 from megatron_lite.train.record import describe_state
 from megatron_lite.train.state import TrainState
 from megatron_lite.verify.classes import MATCH32, MATCH64
@@ -134,64 +134,40 @@ class _Replay:
         """Return loss and gradient norm."""
         parts = self.parts
         self.microbatches: list[Microbatch] = to_device(self.batches, parts)
-        self.pending: dict[int, Tensor] = {}
-        self.sinks: list[LossSink] = []
         parts.gradients.start_step(len(self.microbatches))
         valid = torch.stack([microbatch.valid for microbatch in self.microbatches]).sum()
         # Every data rank brings the same samples: the count over all of them is the mean's.
-        self.denominators = start_denominators({LM: valid}, parts.groups.dp_cp)
-        parts.runner.run(
-            parts.actions(len(self.microbatches)),
-            {
-                Kind.F: self.forward,
-                Kind.B: self.backward,
-                Kind.REDUCE: self.reduce,
-                Kind.NORM: self.close,
-                Kind.STEP: lambda action: None,
-            },
-            0,
+        denominators = start_denominators({LM: valid}, parts.groups.dp_cp)
+        options = PassOptions(
+            step=0,
+            training=False,  # as in evaluation, but with gradients
+            seed=parts.config.seed,
+            positions=parts.positions,
+            full_positions=parts.full_positions,
+            native=parts.native,
+            sink=parts.gradients,
         )
+        exchange = parts.pipeline.exchange
+        self.passes = Passes(parts.stage, exchange, self.microbatches, denominators, options)
+        handlers = self.passes.handlers() | {
+            Kind.REDUCE: lambda action: None,
+            Kind.NORM: self.close,
+            Kind.STEP: lambda action: None,
+        }
+        table = plain_table(parts.pipeline.placement, len(self.microbatches))
+        parts.runner.run(table.ranks[parts.groups.pp.rank], handlers, 0)
+        exchange.finish()
         return self.figures
 
-    def forward(self, action: Action) -> None:
-        """Run the stage as in evaluation, but with gradients."""
-        assert action.microbatch is not None and action.stage is not None
-        microbatch = self.microbatches[action.microbatch]
-        context = MicrobatchContext(
-            step=0,
-            microbatch=action.microbatch,
-            stage=action.stage,
-            training=False,
-            seed=self.parts.config.seed,
-            sample_ids=microbatch.sample_ids,
-            positions=self.parts.positions,
-            full_positions=self.parts.full_positions,
-            loss_weights=microbatch.weights,
-            denominators=self.denominators,
-            wgrads=WeightGradientStore(self.parts.gradients),
-            native=self.parts.native,
-        )
-        self.pending[action.microbatch] = self.parts.stage(
-            microbatch.tokens, microbatch.labels, context
-        )
-        self.sinks.append(context.losses)
-
-    def backward(self, action: Action) -> None:
-        """Run a microbatch's backward pass."""
-        assert action.microbatch is not None
-        self.pending.pop(action.microbatch).backward()
-
-    def reduce(self, action: Action) -> None:
-        """Complete the gradient reductions."""
-        self.parts.gradients.finish()
-
     def close(self, action: Action) -> None:
-        """Reduce norm and loss over all ranks."""
-        losses = [sink.sums[LM].detach().to(torch.float64) for sink in self.sinks]
-        valid = [microbatch.valid for microbatch in self.microbatches]
-        sums = {LM: torch.stack(losses).sum(), "valid": torch.stack(valid).sum()}
-        if self.parts.groups.tp.rank > 0:  # tp ranks see the same samples
-            sums = {name: torch.zeros_like(value) for name, value in sums.items()}
+        """Complete the gradient reductions; reduce norm and loss over all ranks."""
+        self.parts.gradients.finish()
+        losses = loss_sums(self.passes.sinks, LM)
+        sums = {LM: no_loss(self.parts.device), "valid": no_loss(self.parts.device)}
+        if losses and self.parts.groups.tp.rank == 0:  # tp ranks see the same samples
+            valid = [microbatch.valid for microbatch in self.microbatches]
+            total = torch.stack([loss.detach().to(torch.float64) for loss in losses.values()])
+            sums = {LM: total.sum(), "valid": torch.stack(valid).sum()}
         closing = reduce_closing(
             squares=self.parts.optimizer.squared_norm(),
             sums=sums,

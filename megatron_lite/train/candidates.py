@@ -21,10 +21,12 @@ from megatron_lite.mesh.groups import Groups, local_groups
 from megatron_lite.mesh.launch import RunStatus, WorldInfo
 from megatron_lite.model.gpt import GPTStage
 from megatron_lite.ops.norm import accumulation_dtype
+from megatron_lite.pipeline.runner import Runner
 from megatron_lite.spec.physical import logical_piece
 from megatron_lite.spec.shards import Box
 from megatron_lite.train.build import open_data, pick_device
 from megatron_lite.train.evaluate import evaluate
+from megatron_lite.train.pipeline import Pipeline, build_pipeline
 from megatron_lite.train.sample import load_stage
 
 Reader = Callable[[str], Tensor]  # whole logical tensors by name
@@ -39,6 +41,8 @@ class Bench:
     groups: Groups
     device: torch.device
     stage: GPTStage
+    pipeline: Pipeline
+    runner: Runner
     positions: Tensor
     full_positions: Tensor
     native: bool = False
@@ -63,7 +67,7 @@ def open_bench(config: Config, found: Found) -> Iterator[Callable[[Reader], floa
     Raises:
         UserError: there is no validation data.
     """
-    with load_stage(config, found, WorldInfo(), RunStatus()) as (stage, tokenizer):
+    with load_stage(config, found, WorldInfo(), RunStatus()) as (stage, tokenizer, _):
         dataset = open_data(config, stage.plan, tokenizer, is_builder=True).valid
         if dataset is None or config.eval_iters < 1:
             raise UserError(
@@ -72,7 +76,11 @@ def open_bench(config: Config, found: Found) -> Iterator[Callable[[Reader], floa
             )
         device = torch.device(pick_device(config))
         positions = torch.arange(stage.plan.model.seq_length, device=device)
-        bench = Bench(config, stage.plan, local_groups(), device, stage, positions, positions)
+        groups = local_groups()
+        pipeline, runner = build_pipeline(config, stage.plan, groups, device), Runner(0)
+        bench = Bench(
+            config, stage.plan, groups, device, stage, pipeline, runner, positions, positions
+        )
 
         def loss_of(read: Reader) -> float:
             fill_stage(stage, read)

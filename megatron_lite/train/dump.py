@@ -177,8 +177,8 @@ def dump_gradients(dump: DebugDump, step: TrainStep) -> None:
             dump.add(f"grad/{piece.spec.name}", piece.tensor, piece.spec.shape, piece.box.offset)
     if not dump.activations or step.parts.groups.tp.rank > 0:
         return
-    for microbatch, sink in zip(step.microbatches, step.sinks, strict=True):
-        slot = int(microbatch.sample_ids[0]) - step.state.consumed_samples
+    for (_, number), sink in step.passes.sinks.items():
+        slot = int(step.microbatches[number].sample_ids[0]) - step.state.consumed_samples
         for name, values in sink.activations.items():
             s, _, h = values.shape
             dump.add(f"act/{name}", values, (s, step.global_batch_size, h), (0, slot, 0))
@@ -215,7 +215,10 @@ def _sample_rows(step: TrainStep) -> list[dict[str, int | float]]:
     if step.parts.groups.tp.rank > 0:
         return []
     rows: list[dict[str, int | float]] = []
-    for microbatch, sink in zip(step.microbatches, step.sinks, strict=True):
+    for (_, number), sink in step.passes.sinks.items():
+        if "lm" not in sink.per_sample:
+            continue
+        microbatch = step.microbatches[number]
         sums = (sink.per_sample["lm"].double() * microbatch.scale).tolist()
         valid = microbatch.valid_per_sample.tolist()
         ids = microbatch.sample_ids.tolist()

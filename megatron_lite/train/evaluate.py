@@ -7,6 +7,7 @@ reduced once per evaluation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,9 +20,11 @@ from megatron_lite.data.build import TrainableDataset
 from megatron_lite.data.loader import iterate_microbatches
 from megatron_lite.mesh.collectives import all_reduce
 from megatron_lite.mesh.groups import Groups
-from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.model.gpt import GPTStage
+from megatron_lite.pipeline.runner import Runner
 from megatron_lite.train.microbatches import Microbatch, Placement, to_device
+from megatron_lite.train.passes import Passes, PassOptions, loss_sums
+from megatron_lite.train.pipeline import Pipeline
 
 LM = "lm"
 
@@ -46,6 +49,10 @@ class Evaluated(Placement, Protocol):
     @property
     def stage(self) -> GPTStage: ...
     @property
+    def pipeline(self) -> Pipeline: ...
+    @property
+    def runner(self) -> Runner: ...
+    @property
     def positions(self) -> Tensor: ...
     @property
     def full_positions(self) -> Tensor: ...
@@ -63,7 +70,8 @@ def evaluate(
         consumed_samples: where to start; from 0 again where the data would not last.
         iteration: for the contexts.
 
-    Comm: those of the forward passes, then one all-reduce of 2 elements over dp x cp.
+    Comm: those of the forward passes, then one all-reduce of 2 elements over dp x cp and,
+        in a pipeline, one over pp: only one of its ranks has losses.
     """
     batch = parts.plan.batch
     needed = batch.eval_iters * batch.eval_global_batch_size
@@ -83,30 +91,31 @@ def evaluate(
         ) as steps,
     ):
         for batches in steps:
-            for number, microbatch in enumerate(to_device(batches, parts)):
-                context = _context(parts, microbatch, number, iteration)
-                parts.stage(microbatch.tokens, microbatch.labels, context)
-                totals[0] += context.losses.sums[LM]
-                totals[1] += microbatch.valid
+            microbatches = to_device(batches, parts)
+            for number, loss in _run(parts, microbatches, iteration).items():
+                totals[0] += loss
+                totals[1] += microbatches[number].valid
     all_reduce(totals, parts.groups.dp_cp)
+    all_reduce(totals, parts.groups.pp)
     loss_sum, tokens = totals.tolist()
     return Evaluation(loss_sum / max(tokens, 1.0), round(tokens))
 
 
-def _context(
-    parts: Evaluated, microbatch: Microbatch, number: int, iteration: int
-) -> MicrobatchContext:
-    return MicrobatchContext(
+def _run(parts: Evaluated, microbatches: Sequence[Microbatch], iteration: int) -> dict[int, Tensor]:
+    """Forward passes of one global batch; undivided losses by microbatch, where they arise."""
+    options = PassOptions(
         step=iteration,
-        microbatch=number,
-        stage=0,
         training=False,
         seed=parts.config.seed,
-        sample_ids=microbatch.sample_ids,
         positions=parts.positions,
         full_positions=parts.full_positions,
-        loss_weights=microbatch.weights,
-        denominators={LM: torch.ones((), dtype=torch.float64, device=parts.device)},
-        wgrads=None,
         native=parts.native,
+        sink=None,
     )
+    denominators = {LM: torch.ones((), dtype=torch.float64, device=parts.device)}
+    exchange = parts.pipeline.exchange
+    passes = Passes(parts.stage, exchange, microbatches, denominators, options)
+    actions = parts.pipeline.actions(len(microbatches), training=False)
+    parts.runner.run(actions, passes.handlers(), iteration)
+    exchange.finish()
+    return loss_sums(passes.sinks, LM)

@@ -23,10 +23,7 @@ from megatron_lite.model.gpt import GPTStage
 from megatron_lite.ops.norm import accumulation_dtype
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.optim.schedule import RateSchedule
-from megatron_lite.pipeline.actions import Action
 from megatron_lite.pipeline.runner import Runner
-from megatron_lite.pipeline.schedules import SCHEDULES
-from megatron_lite.pipeline.verify import check_schedule
 from megatron_lite.resilience.signals import StopDecision
 from megatron_lite.shard.buckets import MainGradients
 from megatron_lite.shard.buffers import FlatBuffers
@@ -34,6 +31,7 @@ from megatron_lite.spec.params import ParamSpec
 from megatron_lite.telemetry.facade import Telemetry
 from megatron_lite.telemetry.timers import Timers
 from megatron_lite.train.dump import DebugDump
+from megatron_lite.train.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from megatron_lite.train.saving import Saver
@@ -46,6 +44,8 @@ class Core:
     Attributes:
         native: operations run natively on this device.
         native_warning: why not, where the user did not ask for that.
+        specs: logical parameters of the whole model.
+        pipeline: how it is cut into stages, and what runs them.
         datasets: the parts of the data.
         facts: what a checkpoint must agree with on resume, JSON-able, by field name.
         code: commit of the program, for the checkpoint.
@@ -56,6 +56,7 @@ class Core:
     groups: Groups
     specs: Sequence[ParamSpec]
     device: torch.device
+    pipeline: Pipeline
     stage: GPTStage
     buffers: FlatBuffers
     gradients: MainGradients
@@ -94,14 +95,3 @@ class Parts(Core):
     saver: Saver
     dump: DebugDump | None
     tabled_steps: int = 0
-
-    def __post_init__(self) -> None:
-        self._tables: dict[int, tuple[Action, ...]] = {}
-
-    def actions(self, num_microbatches: int) -> tuple[Action, ...]:
-        """This rank's verified action list for a step of so many microbatches."""
-        if num_microbatches not in self._tables:
-            schedule = SCHEDULES["single"](1, 1, num_microbatches)
-            check_schedule(schedule)
-            self._tables[num_microbatches] = schedule.ranks[self.groups.pp.rank]
-        return self._tables[num_microbatches]

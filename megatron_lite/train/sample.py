@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -21,22 +22,32 @@ from megatron_lite.mesh.grid import build_grids
 from megatron_lite.mesh.groups import build_groups
 from megatron_lite.mesh.launch import RunStatus, WorldInfo, finish_distributed, init_distributed
 from megatron_lite.model.gpt import GPTStage
+from megatron_lite.model.sampling import StageChain, open_chain
 from megatron_lite.spec.params import model_spec
 from megatron_lite.spec.physical import logical_piece
 from megatron_lite.spec.shards import local_box
+from megatron_lite.spec.stages import specs_on_rank
 from megatron_lite.train.build import build_stage, pick_device, set_threads
+
+
+class Loaded(NamedTuple):
+    """A stage with its weights, the run's tokenizer, and the other stages."""
+
+    stage: GPTStage
+    tokenizer: Tokenizer
+    chain: StageChain
 
 
 @contextmanager
 def load_stage(
     config: Config, found: Found, info: WorldInfo, status: RunStatus
-) -> Iterator[tuple[GPTStage, Tokenizer]]:
+) -> Iterator[Loaded]:
     """Build this rank's stage with the checkpoint's weights.
 
     Args:
         config: the checkpoint's, in the layout wanted now, without sequence parallelism.
         found: the checkpoint.
-        info: this rank's place; all ranks are one tensor-parallel group.
+        info: this rank's place; all ranks are one replica of the model.
         status: of the run.
 
     Raises:
@@ -59,13 +70,17 @@ def load_stage(
     grids = build_grids(plan.parallel)
     groups = build_groups(grids, info.rank, plan.model.num_query_groups)
     coordinate = grids.dense.coordinate(info.rank)
-    specs = model_spec(plan.model, plan.parallel)
-    stage = build_stage(config, plan, specs, groups, coordinate, torch.device(device))
+    shape, pp_rank = plan.pipeline, groups.pp.rank
+    specs = specs_on_rank(
+        model_spec(plan.model, plan.parallel), shape.parts, shape.placement, pp_rank
+    )
+    parts = [part for part in shape.parts if shape.placement[part.stage] == pp_rank]
+    stage = build_stage(config, plan, specs, groups, coordinate, torch.device(device), parts)
     checkpoint = Checkpoint(found)
     for name, physical in stage.physical.items():
         for view in physical.views:
             box = local_box(view.spec, coordinate, plan.parallel)
             piece = logical_piece(stage.param(name).data, view, box)
             piece.copy_(checkpoint.read(view.spec.name, box.offset, box.shape))
-    yield stage, tokenizer
+    yield Loaded(stage, tokenizer, open_chain(shape.placement, groups.pp))
     finish_distributed()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_lite.errors import UserError
 from megatron_lite.mesh.collectives import all_gather_json
-from megatron_lite.microbatch import LossSink, MicrobatchContext, WeightGradientStore
 from megatron_lite.optim.norm import clip_coefficient
 from megatron_lite.pipeline.actions import Action, Kind
 from megatron_lite.pipeline.runner import Handler
@@ -26,10 +25,19 @@ from megatron_lite.train.denominators import Denominators, start_denominators
 from megatron_lite.train.dump import dump_gradients, write_dump
 from megatron_lite.train.microbatches import Microbatch, to_device
 from megatron_lite.train.parts import Parts
+from megatron_lite.train.passes import Passes, PassOptions, loss_sums, no_loss, once
 from megatron_lite.train.state import TrainState
 
 LM = "lm"
 ZEROS = "zeros"
+
+
+TIMERS = {
+    Kind.F: "forward-compute",
+    Kind.B: "backward-compute",
+    Kind.I: "backward-compute",
+    Kind.W: "backward-compute",
+}
 
 
 class NonFiniteError(UserError):
@@ -73,25 +81,25 @@ class TrainStep:
     state: TrainState
     vote: float = 0.0
     microbatches: list[Microbatch] = field(default_factory=list)
-    sinks: list[LossSink] = field(default_factory=list)
-    pending: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self) -> StepReport:
         """Execute the step."""
         with self.parts.timers.measure("batch-generator"):
             self.take_batch()
         self.share_denominators()
-        self.parts.runner.run(
-            self.parts.actions(len(self.microbatches)),
-            {
-                Kind.F: self._timed("forward-compute", self.forward),
-                Kind.B: self._timed("backward-compute", self.backward),
-                Kind.REDUCE: self._timed("all-grads-sync", self.finish_reductions),
-                Kind.NORM: self._timed("optimizer-clip-main-grad", self.close),
-                Kind.STEP: self._timed("optimizer", self.update_or_skip),
-            },
-            self.state.iteration,
-        )
+        self.passes = self._passes()
+        handlers = self.passes.handlers()
+        for kind, timer in TIMERS.items():
+            handlers[kind] = self._timed(timer, handlers[kind])
+        stages = len(self.parts.pipeline.local_parts)
+        handlers |= {
+            Kind.REDUCE: lambda action: None,  # complete buckets are on their way already
+            Kind.NORM: self.end_pass,
+            Kind.STEP: once(stages, self._timed("optimizer", self.update_or_skip)),
+        }
+        actions = self.parts.pipeline.actions(len(self.microbatches))
+        self.parts.runner.run(actions, handlers, self.state.iteration)
+        self.parts.pipeline.exchange.finish()
         self.commit()
         return self.report()
 
@@ -118,39 +126,29 @@ class TrainStep:
             means = len(self.microbatches) * self.parts.groups.dp_cp.size
             self.denominators = Denominators((LM,), torch.full_like(self.counts.sums, means), None)
 
-    def forward(self, action: Action) -> None:
-        """Run the stage on one microbatch and keep its loss for the backward pass."""
-        assert action.microbatch is not None and action.stage is not None
-        microbatch = self.microbatches[action.microbatch]
-        context = MicrobatchContext(
+    def _passes(self) -> Passes:
+        parts = self.parts
+        options = PassOptions(
             step=self.state.iteration,
-            microbatch=action.microbatch,
-            stage=action.stage,
             training=True,
-            seed=self.parts.config.seed,
-            sample_ids=microbatch.sample_ids,
-            positions=self.parts.positions,
-            full_positions=self.parts.full_positions,
-            loss_weights=microbatch.weights,
-            denominators=self.denominators,
-            wgrads=WeightGradientStore(self.parts.gradients),
-            keep_activations=self.parts.dump is not None and self.parts.dump.activations,
-            native=self.parts.native,
+            seed=parts.config.seed,
+            positions=parts.positions,
+            full_positions=parts.full_positions,
+            native=parts.native,
+            sink=parts.gradients,
+            keep_activations=parts.dump is not None and parts.dump.activations,
         )
-        loss = self.parts.stage(microbatch.tokens, microbatch.labels, context)
-        self.pending[action.microbatch] = loss
-        self.sinks.append(context.losses)
+        exchange = parts.pipeline.exchange
+        return Passes(parts.stage, exchange, self.microbatches, self.denominators, options)
 
-    def backward(self, action: Action) -> None:
-        """Run a microbatch's backward pass; its gradient must start with exactly 1."""
-        assert action.microbatch is not None
-        self.pending.pop(action.microbatch).backward()
+    def end_pass(self, action: Action) -> None:
+        """Wait for the gradient reductions, then close; every transfer has begun by now."""
+        with self.parts.timers.measure("all-grads-sync"):
+            self.parts.gradients.finish()
+        with self.parts.timers.measure("optimizer-clip-main-grad"):
+            self.close()
 
-    def finish_reductions(self, action: Action) -> None:
-        """Wait for the gradient buckets and reduce what is partial over other axes."""
-        self.parts.gradients.finish()
-
-    def close(self, action: Action) -> None:
+    def close(self) -> None:
         """Run the closing reduction and judge; every rank comes to the same verdict."""
         self.closing: Closing = reduce_closing(
             squares=self.parts.optimizer.squared_norm(),
@@ -226,14 +224,15 @@ class TrainStep:
 
     def _sums(self) -> dict[str, Tensor]:
         """What the closing reduction sums for the log: each sample and element once."""
-        losses = [
-            sink.sums[LM].detach().to(torch.float64) * microbatch.scale
-            for sink, microbatch in zip(self.sinks, self.microbatches, strict=True)
-        ]
-        valid = [microbatch.valid for microbatch in self.microbatches]
-        sums = {LM: torch.stack(losses).sum(), "valid": torch.stack(valid).sum()}
-        if self.parts.groups.tp.rank > 0:  # tp ranks see the same samples
-            sums = {name: torch.zeros_like(value) for name, value in sums.items()}
+        losses = loss_sums(self.passes.sinks, LM)
+        sums = {LM: no_loss(self.parts.device), "valid": no_loss(self.parts.device)}
+        if losses and self.parts.groups.tp.rank == 0:  # tp ranks see the same samples
+            scaled = [
+                losses[number].detach().to(torch.float64) * microbatch.scale
+                for number, microbatch in enumerate(self.microbatches)
+            ]
+            valid = [microbatch.valid for microbatch in self.microbatches]
+            sums = {LM: torch.stack(scaled).sum(), "valid": torch.stack(valid).sum()}
         if self.parts.config.log_num_zeros_in_grad:
             zeros = [
                 (piece.tensor == 0).sum(dtype=torch.float64)
@@ -250,9 +249,9 @@ class TrainStep:
         """
         samples = [
             sample
-            for microbatch, sink in zip(self.microbatches, self.sinks, strict=True)
-            if not bool(sink.sums[LM].isfinite())
-            for sample in microbatch.sample_ids.tolist()
+            for number, loss in sorted(loss_sums(self.passes.sinks, LM).items())
+            if not bool(loss.isfinite())
+            for sample in self.microbatches[number].sample_ids.tolist()
         ]
         names = list(self.parts.optimizer.nonfinite_gradients())
         mine = {"samples": samples[:8], "names": names[:3]}

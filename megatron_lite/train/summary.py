@@ -7,6 +7,7 @@ the layers are counted over ranks: a cut that lost one would show here and is re
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,14 @@ from megatron_lite.config.notices import notices
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.mesh.collectives import all_gather_json
 from megatron_lite.spec.shards import local_shape
-from megatron_lite.telemetry.memory import MemoryLedger, estimate_memory
+from megatron_lite.spec.stages import specs_on_rank
+from megatron_lite.telemetry.memory import (
+    ActivationShape,
+    MemoryLedger,
+    estimate_memory,
+    estimate_stage_bytes,
+)
+from megatron_lite.telemetry.pipeline_memory import Alive, peak_alive
 from megatron_lite.telemetry.summary import SummaryFacts, build_summary
 from megatron_lite.tensor.cross_entropy import chunk_count
 from megatron_lite.train.parts import Parts
@@ -34,11 +42,12 @@ def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
     ranks = all_gather_json(mine, groups.world)
     layers = sum(row[4] for row in ranks if row[3] == 0 and row[0] == 0)
     check_layers(parts, layers)
+    table = parts.pipeline.table(parts.plan.batch.num_microbatches_at(0))
     total = sum(spec.elements for spec in parts.specs)
     facts = SummaryFacts(
         parameters=total,
         rank_parameters=sorted({(row[0], row[1], row[2]) for row in ranks}),
-        ledger=estimate_ledger(parts),
+        ledgers=[estimate_ledger(parts, rank) for rank in range(groups.pp.size)],
         data=describe_data(parts, tokenizer),
         warnings=[
             *notices(parts.config, groups.world.size),
@@ -48,6 +57,7 @@ def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
         device=describe_device(parts),
         flops_convention=telemetry.options.flops_convention,
         peak=telemetry.peak,
+        table=table if groups.pp.size > 1 else None,
     )
     if parts.config.legacy_loss_normalization:
         facts = SummaryFacts(**{**vars(facts), "loss_normalization": LEGACY})
@@ -74,32 +84,62 @@ def check_layers(parts: Parts, found: int) -> None:
         )
 
 
-def estimate_ledger(parts: Parts) -> MemoryLedger:
-    """Memory of this rank by the closed formula."""
-    plan, config = parts.plan, parts.config
-    elements = sum(math.prod(local_shape(spec)) for spec in parts.specs)
+def estimate_ledger(parts: Parts, pipeline_rank: int) -> MemoryLedger:
+    """Memory of a pipeline rank by the closed formula and the table of the first step."""
+    plan, config, shape = parts.plan, parts.config, parts.plan.pipeline
+    here = specs_on_rank(parts.specs, shape.parts, shape.placement, pipeline_rank)
     optimizer = config.optimizer
     if optimizer == "sgd" and config.sgd_momentum == 0.0:
         optimizer = "sgd_plain"
     tokens = plan.batch.micro_batch_size * plan.model.seq_length
     logit_bytes = parts.stage.dtype.itemsize if parts.native else 4
-    chunks = chunk_count(tokens, parts.stage.vocab_range[1], config.loss_chunks, logit_bytes)
-    is_block = config.recompute_method == "block"
-    recomputed = config.recompute_num_layers or 1
-    return estimate_memory(
+    vocab_rows = plan.model.padded_vocab_size(plan.parallel.tp) // plan.parallel.tp
+    chunks = chunk_count(tokens, vocab_rows, config.loss_chunks, logit_bytes)
+    held = [part for part in shape.parts if shape.placement[part.stage] == pipeline_rank]
+    ledger = estimate_memory(
         plan.model,
         plan.parallel,
         plan.precision,
-        {plan.precision.compute: elements},
+        {plan.precision.compute: sum(math.prod(local_shape(spec)) for spec in here)},
         micro_batch_size=plan.batch.micro_batch_size,
-        layers=plan.model.num_layers,
+        layers=sum(len(part.layers) for part in held),
+        has_head=any(part.head for part in held),
         optimizer=optimizer,
-        recompute=plan.recompute,
-        recomputed_layers=recomputed if is_block else None,
-        recompute_group=1 if is_block else recomputed,
         logits_chunk_tokens=math.ceil(tokens / chunks),
         native=parts.native,
     )
+    peak = estimate_peak(parts, pipeline_rank)
+    return replace(
+        ledger, activations_bytes=peak.activations_bytes, messages_bytes=peak.messages_bytes
+    )
+
+
+def estimate_peak(parts: Parts, pipeline_rank: int) -> Alive:
+    """Activations and messages of a pipeline rank at the peak of the first step."""
+    plan, config, shape = parts.plan, parts.config, parts.plan.pipeline
+    is_block = config.recompute_method == "block"
+    recomputed = config.recompute_num_layers or 1
+    microbatch = ActivationShape(
+        plan.model,
+        plan.parallel,
+        plan.precision,
+        plan.batch.micro_batch_size,
+        native=parts.native,
+    )
+    stages = {
+        part.stage: estimate_stage_bytes(
+            microbatch,
+            len(part.layers),
+            embedding=part.embedding,
+            head=part.head,
+            recompute=plan.recompute,
+            recomputed_layers=recomputed if is_block else None,
+            recompute_group=1 if is_block else recomputed,
+        )
+        for part in shape.parts
+    }
+    table = parts.pipeline.table(plan.batch.num_microbatches_at(0))
+    return peak_alive(table.ranks[pipeline_rank], stages, microbatch.stream_bytes)
 
 
 def describe_data(parts: Parts, tokenizer: Tokenizer) -> dict[str, str]:

@@ -82,6 +82,16 @@ def microbatch_axis(size: int) -> Axis:
     return Axis("micro-batch", flags=("--micro-batch-size", str(size)))
 
 
+def pipeline_axis(size: int, schedule: str | None = None, virtual: int = 1) -> Axis:
+    """PP by a schedule, which may want several stages per rank."""
+    flags = ["--pipeline-model-parallel-size", str(size)]
+    if schedule is not None:
+        flags += ["--pipeline-schedule", schedule]
+    if virtual > 1:
+        flags += ["--num-virtual-stages-per-pipeline-rank", str(virtual)]
+    return Axis("pp", ranks=size, flags=tuple(flags))
+
+
 def recompute_axis(granularity: str, method: str = "uniform", layers: int = 1) -> Axis:
     """Activation recomputation."""
     flags = ["--recompute-granularity", granularity]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.options import Option, build_options
+from megatron_lite.config.pipeline_plan import FILE, stages_per_rank
 from megatron_lite.config.plan import (
     build_batch,
     ffn_size,
@@ -27,12 +28,14 @@ from megatron_lite.config.plan import (
     rotary_dim,
 )
 from megatron_lite.config.schema import Config, ModelConfig, MoEConfig, flag_fields
+from megatron_lite.pipeline.schedules import FIXED_CHUNKS
 from megatron_lite.verify.axes import (
     Axis,
     Case,
     data_axis,
     microbatch_axis,
     native_axis,
+    pipeline_axis,
     recompute_axis,
     sequence_axis,
     tensor_axis,
@@ -146,13 +149,16 @@ def scale_down(config: Config, world_size: int, data: Path, steps: int, precisio
         steps: of every run.
         precision: "fp64" or "fp32".
     """
-    user = {"tp": config.tensor_model_parallel_size}
-    user["dp"] = world_size // user["tp"]
+    user = {
+        "tp": config.tensor_model_parallel_size,
+        "pp": config.pipeline_model_parallel_size,
+    }
+    user["dp"] = world_size // (user["tp"] * user["pp"])
     sizes = scale_axis_sizes(user)
-    model = scale_model(config, sizes["tp"])
+    model = scale_model(config, sizes["tp"], sizes["pp"])
     seq_length = model.pop("seq_length")
     kept = kept_values(config, model)
-    micro, accumulation = scale_batch(config, user["dp"])
+    micro, accumulation = scale_batch(config, user["dp"], sizes["pp"])
     batch = micro * accumulation * sizes["dp"]
     # The mean of micro-batch means, and everything that routes tokens, depends on them.
     fixed = config.legacy_loss_normalization or config.num_experts is not None
@@ -181,11 +187,12 @@ def scale_down(config: Config, world_size: int, data: Path, steps: int, precisio
         f"global batch: {build_batch(config, user['dp']).ramp[-1][1]} -> {batch} "
         f"(micro-batch {micro}, {accumulation} per rank)"
     )
+    notes += pipeline_notes(config)
     notes.append(f"data -> tiny documents, their ends masked; optimizer -> SGD, {precision}")
     return Scaled(case, tuple(notes))
 
 
-def scale_model(config: Config, tp: int) -> dict[str, int]:
+def scale_model(config: Config, tp: int, pp: int = 1) -> dict[str, int]:
     """Sizes of the scaled model by destination."""
     heads, groups = scale_heads(
         required(config.num_attention_heads),
@@ -201,6 +208,9 @@ def scale_model(config: Config, tp: int) -> dict[str, int]:
         hidden += 2 * channels  # the width of the heads is not that of the model
     ratio = min(max(ffn_size(config) / required(config.hidden_size), 1.0), 4.0)
     layers = min(required(config.num_layers), 2)
+    if pp > 1:
+        # One layer per stage; two where a stage recomputes only part of its layers.
+        layers = pp * stages_per_rank(config) * (2 if config.recompute_method == "block" else 1)
     seq_length = 3 * tp if tp > 8 or 24 % tp else 24
     longer = required(config.max_position_embeddings) > required(config.seq_length)
     sizes = {
@@ -230,11 +240,36 @@ def scale_channels(config: Config) -> int:
     return head_channels(config)
 
 
-def scale_batch(config: Config, user_dp: int) -> tuple[int, int]:
-    """Micro-batch size, and micro-batches per rank: one stays one, several become two."""
+def scale_batch(config: Config, user_dp: int, pp: int = 1) -> tuple[int, int]:
+    """Micro-batch size, and micro-batches per rank: one stays one, several become two.
+
+    In a pipeline they become twice its ranks, so that it has a steady phase, or stay fewer.
+    """
     plan = build_batch(config, user_dp)
-    several = plan.ramp[-1][1] > plan.micro_batch_size * user_dp
-    return min(plan.micro_batch_size, 2), 2 if several else 1
+    microbatches = plan.ramp[-1][1] // (plan.micro_batch_size * user_dp)
+    return min(plan.micro_batch_size, 2), min(microbatches, 2 * pp)
+
+
+def scale_pipeline(config: Config, pp: int) -> Axis:
+    """The user's schedule on fewer ranks; a table from a file has its size, and is left out."""
+    schedule = None if is_table(config) else config.pipeline_schedule
+    chunks = stages_per_rank(config)
+    return pipeline_axis(pp, schedule, 1 if schedule in FIXED_CHUNKS else chunks)
+
+
+def is_table(config: Config) -> bool:
+    """Whether the schedule is a file."""
+    return (config.pipeline_schedule or "").startswith(FILE)
+
+
+def pipeline_notes(config: Config) -> list[str]:
+    """What of a pipeline's flags is not kept."""
+    if config.pipeline_model_parallel_size == 1:
+        return []
+    notes = [f"stages per pipeline rank: {stages_per_rank(config)}, of equally many layers"]
+    if is_table(config):
+        notes.append(f"schedule: {config.pipeline_schedule} -> 1f1b or interleaved")
+    return notes
 
 
 def scaled_axes(config: Config, sizes: Mapping[str, int], micro: int | None) -> tuple[Axis, ...]:
@@ -244,6 +279,8 @@ def scaled_axes(config: Config, sizes: Mapping[str, int], micro: int | None) -> 
         axes.append(tensor_axis(sizes["tp"]))
         if config.sequence_parallel:
             axes.append(sequence_axis())
+    if sizes["pp"] > 1:
+        axes.append(scale_pipeline(config, sizes["pp"]))
     if sizes["dp"] > 1:
         axes.append(data_axis(sizes["dp"]))
     if micro is not None:

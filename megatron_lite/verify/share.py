@@ -10,10 +10,12 @@ import math
 from collections.abc import Sequence
 
 from megatron_lite.config.flags import parse_config
-from megatron_lite.config.plan import build_plan
+from megatron_lite.config.pipeline_plan import PipelineShape
+from megatron_lite.config.plan import Plan, build_plan
 from megatron_lite.mesh.grid import build_grids
-from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.params import ParamSpec, model_spec
 from megatron_lite.spec.shards import local_box, local_shape
+from megatron_lite.spec.stages import specs_on_rank
 from megatron_lite.telemetry.flops import count_rank_gemm_flops
 from megatron_lite.verify.session import RankShare
 
@@ -28,27 +30,40 @@ def expected_shares(argv: Sequence[str], ranks: int) -> list[tuple[int, int]]:
     config = parse_config(argv, {})
     assert config.vocab_size is not None
     plan = build_plan(config, ranks, config.vocab_size)
-    specs = model_spec(plan.model, plan.parallel)
+    cut = plan.pipeline
     grid = build_grids(plan.parallel).dense
-    head = next(spec for spec in reversed(specs) if "head" in spec.uses)
-    elements = sum(math.prod(local_shape(spec)) for spec in specs)
     samples = plan.batch.ramp[-1][1] // plan.parallel.dp * plan.batch.train_iters
+    block = config.recompute_num_layers if config.recompute_method == "block" else None
     shares = []
     for rank in range(ranks):
-        box = local_box(head, grid.coordinate(rank), plan.parallel)
-        flops = count_rank_gemm_flops(
-            plan.model,
-            plan.parallel,
-            samples=samples,
-            layers=plan.model.num_layers,
-            head_rows=box.shape[0],
-            recompute=plan.recompute,
-            recomputed_layers=config.recompute_num_layers
-            if config.recompute_method == "block"
-            else None,
-        )
-        shares.append((elements, flops.total))
+        coordinate = grid.coordinate(rank)
+        here = rank_specs(plan, cut, coordinate["pp"])
+        elements = sum(math.prod(local_shape(spec)) for spec in here)
+        flops = 0
+        for part in cut.parts:
+            if cut.placement[part.stage] != coordinate["pp"]:
+                continue
+            head_rows = 0
+            if part.head:
+                head = next(spec for spec in reversed(here) if "head" in spec.uses)
+                head_rows = local_box(head, coordinate, plan.parallel).shape[0]
+            flops += count_rank_gemm_flops(
+                plan.model,
+                plan.parallel,
+                samples=samples,
+                layers=len(part.layers),
+                head_rows=head_rows,
+                recompute=plan.recompute,
+                recomputed_layers=block,
+            ).total
+        shares.append((elements, flops))
     return shares
+
+
+def rank_specs(plan: Plan, cut: PipelineShape, pipeline_rank: int) -> tuple[ParamSpec, ...]:
+    """Return the parameters that a pipeline rank holds."""
+    specs = model_spec(plan.model, plan.parallel)
+    return specs_on_rank(specs, cut.parts, cut.placement, pipeline_rank)
 
 
 def find_share_faults(

@@ -18,7 +18,7 @@ from tests.pool import RankPool
 # One KV head, norms on queries and keys, biases everywhere, an odd vocabulary that is padded
 # as little as possible, and a clip that always acts: all that is replicated or padded at once.
 REPLICATED = (
-    f"{SGD} --num-layers 2 --num-query-groups 1 --qk-layernorm --clip-grad 0.05 "
+    f"{SGD} --num-layers 4 --num-query-groups 1 --qk-layernorm --clip-grad 0.05 "
     "--make-vocab-size-divisible-by 1 --global-batch-size 4"
 )
 STEPS = 5

@@ -22,16 +22,17 @@ from tests.train.program import LLAMA, RUN, build_and, save_now, train_rank
 
 # Biases, norms on queries and keys, two KV heads over up to four ranks, a padded vocabulary:
 # everything that is replicated, shared or padded. bf16 has masters beside the weights.
-MODEL = [*LLAMA, "--qk-layernorm", "--add-qkv-bias", "--vocab-size", "91"]
+MODEL = [*LLAMA, "--num-layers", "4", "--qk-layernorm", "--add-qkv-bias", "--vocab-size", "91"]
 ARGV = [*MODEL, *RUN, "--eval-iters", "0", "--save-interval", "100"]
 PRECISION = {"bf16": ("--bf16",), "fp64": ("--fp64",), "fp32": ()}
 
 
-def train_and_save(pool: RankPool, root: Path, layout: str, steps: int, *more: str) -> str:
+def train_and_save(pool: RankPool, root: Path, layout: str | Layout, steps: int, *more: str) -> str:
     """Train so many steps in a layout and save; return the logical hash."""
-    argv = [*ARGV, *LAYOUTS[layout].flags, "--save", str(root), *more]
+    place = LAYOUTS[layout] if isinstance(layout, str) else layout
+    argv = [*ARGV, *place.flags, "--save", str(root), *more]
     argv += ["--exit-interval", str(steps)]
-    size = LAYOUTS[layout].ranks
+    size = place.ranks
     assert pool.run(size, train_rank, argv=argv) == [0] * size
     return hash_of(root)
 

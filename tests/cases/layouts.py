@@ -15,6 +15,10 @@ def _tensor(size: int, *more: str) -> tuple[str, ...]:
     return ("--tensor-model-parallel-size", str(size), *more)
 
 
+def _pipeline(size: int, *more: str) -> tuple[str, ...]:
+    return ("--pipeline-model-parallel-size", str(size), *more)
+
+
 REFERENCE = "1"
 LAYOUTS: Mapping[str, Layout] = {
     layout.name: layout
@@ -25,6 +29,12 @@ LAYOUTS: Mapping[str, Layout] = {
         Layout("tp2-sp", 2, _tensor(2, _SP)),
         Layout("tp4-sp", 4, _tensor(4, _SP)),
         Layout("dp2", 2),
+        Layout("pp2", 2, _pipeline(2)),
+        Layout("pp4", 4, _pipeline(4)),
+        Layout("pp2-v2", 2, _pipeline(2, "--num-virtual-stages-per-pipeline-rank", "2")),
+        Layout("zbv", 2, _pipeline(2, "--pipeline-schedule", "zbv")),
+        Layout("pp2-dp2", 4, _pipeline(2, "--pipeline-schedule", "zb-h1")),
+        Layout("pp2-tp2-sp", 4, (*_pipeline(2), *_tensor(2, _SP))),
         Layout("tp2-sp-dp2", 4, _tensor(2, _SP)),
     )
 }
@@ -32,7 +42,10 @@ PARALLEL = tuple(name for name in LAYOUTS if name != REFERENCE)
 # One layout per kind of cut, where a case is about something else.
 FEW = (REFERENCE, "tp2", "dp2", "tp2-sp-dp2")
 # Checkpoints go from each of these to each: a later axis adds its layouts here too.
-RESHARD = (REFERENCE, "tp2", "tp4-sp", "dp2", "tp2-sp-dp2")
+RESHARD = (
+    *(REFERENCE, "tp2", "tp4-sp", "dp2", "tp2-sp-dp2"),
+    *("pp2", "pp4", "pp2-v2", "zbv", "pp2-tp2-sp"),
+)
 # Axis -> the flag with its size. "zero": whether anything is sharded over the data axis.
 AXIS_FLAGS = {
     "tp": "--tensor-model-parallel-size",

@@ -150,19 +150,19 @@ def test_c091_every_layout_that_is_named_for_a_world_fits_it(world: int, tp: int
         assert "world-divides" not in broken(text, int(size))
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2-sp-dp2"])
+@pytest.mark.parametrize("layout", ["1", "tp2-sp-dp2", "pp4", "pp2-v2", "zbv"])
 def test_c032_every_start_counts_the_layers_over_the_ranks(layout: str) -> None:
     argv = [*LLAMA, *RUN, "--train-iters", "0", *LAYOUTS[layout].flags]
     exits = fork_ranks(LAYOUTS[layout].ranks, program, argv)
     assert {found.code for found in exits} == {0}, exits
     printed = "".join(found.stdout for found in exits)
-    assert printed.count(" > layers total 2, as requested") == 1
+    assert printed.count(" > layers total 4, as requested") == 1
 
 
 def test_c032_a_lost_layer_stops_the_run_before_the_first_step() -> None:
     (found,) = fork_ranks(1, program_that_lost_a_layer, [*LLAMA, *RUN])
     assert found.code == 1
-    assert "the stages hold 1 layers, --num-layers is 2" in found.stderr
+    assert "the stages hold 3 layers, --num-layers is 4" in found.stderr
     assert "iteration        1/" not in found.stdout
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from tests.cases.conftest import Replicated
-from tests.cases.layouts import LAYOUTS, PARALLEL, data_ranks
+from tests.cases.layouts import LAYOUTS, PARALLEL, axis_sizes, data_ranks
 from tests.cases.ranks import input_gradients
 from tests.cases.tiny import SGD, flags
 from tests.pool import RankPool
 
+LAYERS = 4
 NORMS = (
     "decoder.layers.0.input_layernorm.weight",
     "decoder.layers.1.pre_mlp_layernorm.weight",
@@ -46,22 +47,23 @@ def test_c057_norm_weights_and_row_biases_equal_one_process(
 ) -> None:
     names = ("layernorm.weight", *ROW_BIASES)
     # Per layer two norms, two head norms and two biases, and the final norm.
-    assert_replicated_and_equal(replicated, layout, names, 2 * 6 + 1)
+    assert_replicated_and_equal(replicated, layout, names, LAYERS * 6 + 1)
     held = {name for name, _ in replicated(layout).bits(*names)}
     assert set(NORMS) <= held
 
 
 @pytest.mark.parametrize("layout", PARALLEL)
 def test_c058_query_and_key_norms_equal_one_process(replicated: Replicated, layout: str) -> None:
-    assert_replicated_and_equal(replicated, layout, HEAD_NORMS, 4)
+    assert_replicated_and_equal(replicated, layout, HEAD_NORMS, LAYERS * 2)
 
 
 @pytest.mark.parametrize("layout", PARALLEL)
 def test_c059_the_one_kv_head_equals_one_process(replicated: Replicated, layout: str) -> None:
-    assert_replicated_and_equal(replicated, layout, KV, 8)
+    assert_replicated_and_equal(replicated, layout, KV, LAYERS * 4)
     run = replicated(layout)
     for digests in run.bits(*KV).values():
-        assert len(digests) == LAYOUTS[layout].ranks  # every rank holds the one head
+        # Every rank of the stage holds the one head.
+        assert len(digests) == LAYOUTS[layout].ranks // axis_sizes(LAYOUTS[layout])["pp"]
 
 
 @pytest.mark.parametrize("layout", [name for name in PARALLEL if data_ranks(name) == 1])
@@ -69,13 +71,14 @@ def test_c059_the_one_kv_head_equals_one_process(replicated: Replicated, layout:
 def test_c059_gradients_of_the_layer_inputs_equal_one_process(
     rank_pool: RankPool, layout: str, kv_heads: int
 ) -> None:
-    argv = flags(f"{SGD} --num-layers 2 --num-query-groups {kv_heads} --qk-layernorm", steps=1)
+    argv = flags(f"{SGD} --num-layers 4 --num-query-groups {kv_heads} --qk-layernorm", steps=1)
     argv += ["--micro-batch-size", "2", "--global-batch-size", "2"]
     (wanted,) = rank_pool.run(1, input_gradients, argv=argv)
     size, words = LAYOUTS[layout].ranks, LAYOUTS[layout].flags
     found = rank_pool.run(size, input_gradients, argv=[*argv, *words])
+    assert {layer for rank in found for layer in rank} == set(range(LAYERS))
     for rank in found:
-        assert set(rank) == {0, 1}
+        assert len(rank) == LAYERS // axis_sizes(LAYOUTS[layout])["pp"]
         for layer, (positions, grad) in rank.items():
             expected = wanted[layer][1][positions]
             assert np.abs(grad - expected).max() <= 1e-12 * np.abs(expected).max()

@@ -10,7 +10,7 @@ from tests.cases.ranks import initial_weights, program
 from tests.cases.tiny import flags
 from tests.pool import RankPool, fork_ranks
 
-TEXT = "--num-layers 2 --add-qkv-bias --qk-layernorm"
+TEXT = "--num-layers 4 --add-qkv-bias --qk-layernorm"
 
 
 @pytest.fixture(scope="module")

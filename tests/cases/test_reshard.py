@@ -171,9 +171,24 @@ def test_c030_every_expert_is_in_the_checkpoint_under_its_own_number(
         assert hash_of(tmp_path / target) == wanted
 
 
-@pytest.mark.parametrize("layout", with_axes({"pp"}))
+PP2 = ("--pipeline-model-parallel-size", "2")
+UNEVEN = tuple(
+    Layout(name, 2, (*PP2, *flags))
+    for name, flags in (
+        ("3-5", ("--decoder-first-pipeline-num-layers", "3")),
+        ("1-7", ("--decoder-first-pipeline-num-layers", "1")),
+        ("layout", ("--pipeline-model-parallel-layout", "Et|ttt|tt|ttL")),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [*(LAYOUTS[name] for name in with_axes({"pp"})), *UNEVEN],
+    ids=lambda layout: layout.name,
+)
 def test_c031_layers_keep_their_numbers_over_stages_and_chunks(
-    rank_pool: RankPool, tmp_path: Path, layout: str
+    rank_pool: RankPool, tmp_path: Path, layout: Layout
 ) -> None:
     deep = ("--num-layers", "8")
     wanted = train_and_save(rank_pool, tmp_path / "a", layout, 1, *deep)

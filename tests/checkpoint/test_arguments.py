@@ -64,7 +64,7 @@ def test_without_the_flags_nothing_is_opened(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--hidden-size", "64"], "--hidden-size 64: the checkpoint has 32"),
-        (["--num-layers=3"], "--num-layers 3: the checkpoint has 2"),
+        (["--num-layers=3"], "--num-layers 3: the checkpoint has 4"),
         (["--num-query-groups", "4"], "--num-query-groups 4: the checkpoint has 2"),
         (["--normalization", "LayerNorm"], "--normalization LayerNorm: the checkpoint has"),
         (["--position-embedding-type", "none"], "none: the checkpoint has 'rope'"),

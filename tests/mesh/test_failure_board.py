@@ -28,3 +28,15 @@ def test_the_last_rank_to_leave_clears_the_board(
     board.leave()
     assert board.posted() is None
     assert not (tmp_path / "board").exists()
+
+
+def test_a_roll_call_gathers_where_the_ranks_of_this_run_are(tmp_path: Path) -> None:
+    board = DirectoryBoard(tmp_path / "board", time.time(), 2)
+    assert not board.called()
+    board.call()
+    board.answer(1, "step 2, F0.1")
+    assert board.called()
+    assert board.answers() == {1: "step 2, F0.1"}
+    of_another_run = DirectoryBoard(tmp_path / "board", time.time() + 60.0, 2)
+    assert not of_another_run.called()
+    assert of_another_run.answers() == {}

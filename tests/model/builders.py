@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.config.pipeline_plan import single_stage
 from megatron_lite.config.plan import (
     BatchPlan,
     ModelShape,
@@ -99,7 +100,8 @@ def build_plan_of(
     """A plan of `tp` ranks in fp64."""
     parallel = ParallelShape(tp, tp, 1, 1, tp, 1, 1, 1, 1, sequence_parallel, "tp-cp-ep-dp-pp")
     batch = BatchPlan(2, 1, model.seq_length, ((0, 2),), 1, 0, 0, 2)
-    return Plan(model, parallel, batch, PrecisionShape(*["float64"] * 3), recompute)
+    precision = PrecisionShape(*["float64"] * 3)
+    return Plan(model, parallel, batch, precision, recompute, single_stage(model.num_layers))
 
 
 def build_stage(

@@ -15,7 +15,7 @@ Certifiers = Callable[..., Certifier]
 
 @pytest.fixture(scope="session")
 def certifier_of(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Certifiers:
-    """`certifier_of(model, precision, extra)`: its reference runs once per session."""
+    """`certifier_of(model, precision, extra, batch=...)`: its reference runs once per session."""
     made: dict[tuple[object, ...], Certifier] = {}
     root: Path = tmp_path_factory.mktemp("parity")
 
@@ -25,10 +25,13 @@ def certifier_of(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) 
         extra: str = "",
         steps: int = 5,
         limits: Tolerances | None = None,
+        **sizes: int,
     ) -> Certifier:
-        key = (model, precision, extra, steps, limits)
+        key = (model, precision, extra, steps, limits, *sizes.items())
         if key not in made:
-            case = parity_case(model, root / "data", precision=precision, extra=extra, steps=steps)
+            case = parity_case(
+                model, root / "data", precision=precision, extra=extra, steps=steps, **sizes
+            )
             limits = limits or (MATCH64 if precision == "fp64" else MATCH32)
             made[key] = Certifier(rank_pool, root / str(len(made)), case, limits)
         return made[key]

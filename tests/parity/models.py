@@ -33,17 +33,28 @@ MODELS: Mapping[str, str] = {
 
 
 def parity_case(
-    model: str, data: Path, *axes: Axis, precision: str = "fp64", steps: int = 5, extra: str = ""
+    model: str,
+    data: Path,
+    *axes: Axis,
+    precision: str = "fp64",
+    steps: int = 5,
+    extra: str = "",
+    batch: int = GLOBAL_BATCH_SIZE,
+    micro: int | None = None,
 ) -> Case:
-    """The case of a family with these axes; `extra` flags come last and win."""
+    """The case of a family with these axes; `extra` flags come last and win.
+
+    `micro` fixes the micro-batch size of the reference too.
+    """
     return Case(
         flags=(
             *MODELS[model].split(),
             *run_flags(data, seq_length=SEQ_LENGTH, steps=steps, precision=precision),
             "--global-batch-size",
-            str(GLOBAL_BATCH_SIZE),
+            str(batch),
             *extra.split(),
         ),
-        global_batch_size=GLOBAL_BATCH_SIZE,
+        global_batch_size=batch,
         axes=axes,
+        micro_batch_size=micro,
     )

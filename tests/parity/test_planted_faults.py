@@ -9,6 +9,7 @@ from megatron_lite.verify.axes import (
     Axis,
     data_axis,
     microbatch_axis,
+    pipeline_axis,
     recompute_axis,
     sequence_axis,
     tensor_axis,
@@ -18,6 +19,7 @@ from tests.parity.conftest import Certifiers
 TP2, SP, DP2, MBS2 = tensor_axis(2), sequence_axis(), data_axis(2), microbatch_axis(2)
 ALL = (TP2, SP, DP2, MBS2)
 NO_SP = (TP2, DP2, MBS2)
+PP2, ZB2 = pipeline_axis(2), pipeline_axis(2, "zb-h1")
 REPLICATED_KV = (tensor_axis(4), MBS2)
 
 pytestmark = pytest.mark.parity
@@ -112,6 +114,48 @@ PLANTED = (
         r"decoder\.layers\.1\.mlp\.linear_fc2\.weight",
     ),
     Planted("update_skipped_on_one_rank", "llama", ALL, ("tp",), "update", r".*weight"),
+    Planted(
+        "message_of_the_microbatch_before",
+        "llama",
+        (PP2, MBS2),
+        ("pp", "micro-batch"),
+        "activation",
+        r"layers\.1",
+    ),
+    Planted(
+        "gradient_message_of_the_microbatch_before",
+        "llama",
+        (PP2, TP2, MBS2),
+        ("pp", "micro-batch"),
+        "gradient",
+        r"decoder\.layers\.0\.mlp\..*",
+    ),
+    Planted(
+        "tied_gradient_not_reduced",
+        "gpt2",
+        (PP2, DP2),
+        ("pp",),
+        "gradient",
+        r"embedding\.word_embeddings\.weight",
+    ),
+    Planted("tied_weight_counted_twice", "gpt2", (PP2, MBS2), ("pp",), "norm", "grad_norm"),
+    Planted("norm_of_one_stage_missing", "llama", (PP2, MBS2), ("pp",), "norm", "grad_norm"),
+    Planted(
+        "microbatch_dropped",
+        "llama",
+        (ZB2, MBS2),
+        ("pp", "micro-batch"),
+        "gradient",
+        r"decoder\.layers\.1\.mlp\..*",
+    ),
+    Planted(
+        "weight_gradients_never_run",
+        "llama",
+        (ZB2, MBS2),
+        ("pp", "micro-batch"),
+        "run",
+        r".*gradient contributions arrived",
+    ),
     Planted("rank_fails", "llama", (TP2,), ("tp",), "run", ".*planted failure"),
 )
 

@@ -138,17 +138,17 @@ def test_layout_must_have_the_stages_of_the_other_flag() -> None:
 def test_damaged_parts_are_named() -> None:
     good = list(split_layers(6, looping(3, 1)))
     with pytest.raises(UserError, match="on no stage: layers 2-3"):
-        check_parts([good[0], StagePart(()), good[2]], 6)
+        check_parts([good[0], StagePart(1, ()), good[2]], 6)
     with pytest.raises(UserError, match="on several stages: layers 1"):
-        check_parts([good[0], StagePart((1, 2, 3)), good[2]], 6)
+        check_parts([good[0], StagePart(1, (1, 2, 3)), good[2]], 6)
     with pytest.raises(UserError, match="not among the 5 layers: 5"):
         check_parts(good, 5)
     with pytest.raises(UserError, match="not in the order"):
-        check_parts([good[0], StagePart((3, 2)), good[2]], 6)
+        check_parts([good[0], StagePart(1, (3, 2)), good[2]], 6)
     with pytest.raises(UserError, match="embedding belongs on the first"):
-        check_parts([StagePart((0, 1)), *good[1:]], 6)
+        check_parts([StagePart(0, (0, 1)), *good[1:]], 6)
     with pytest.raises(UserError, match="loss belongs on the last"):
-        check_parts([*good[:2], StagePart((4, 5))], 6)
+        check_parts([*good[:2], StagePart(2, (4, 5))], 6)
 
 
 def test_balance_gives_expensive_ends_fewer_layers() -> None:

@@ -35,3 +35,23 @@ def test_runner_leaves_messages_for_the_user_alone() -> None:
 
     with pytest.raises(UserError, match=r"^token id 300"):
         Runner(rank=0).run(SCHEDULES["single"](1, 1, 1).ranks[0], {kind: refuse for kind in Kind})
+
+
+def test_a_rank_says_where_it_is_and_for_whom_it_waits() -> None:
+    exchange = {"waits": ""}
+    runner = Runner(3, waiting=lambda: exchange["waits"])
+    said = []
+
+    def stall(action: Action) -> None:
+        said.append(runner.where())
+        exchange["waits"] = "the input from pipeline rank 1"
+        said.append(runner.where())
+        exchange["waits"] = ""
+
+    assert runner.where() == ""
+    runner.run([Action(Kind.F, 2, 5)], {Kind.F: stall}, step=6)
+    assert said == [
+        "step 7: F2.5 (action 0 of 1)",
+        "step 7: F2.5 (action 0 of 1) waits for the input from pipeline rank 1",
+    ]
+    assert runner.where() == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_lite.config.pipeline_plan import single_stage
 from megatron_lite.config.plan import BatchPlan, ModelShape, ParallelShape, Plan, PrecisionShape
 
 
@@ -77,10 +78,12 @@ def tiny_plan(
         eval_interval=10,
         eval_global_batch_size=8,
     )
+    model = model or tiny_model()
     return Plan(
-        model=model or tiny_model(),
+        model=model,
         parallel=shape,
         batch=batch,
         precision=precision,
         recompute="none",
+        pipeline=single_stage(model.num_layers),
     )

@@ -20,7 +20,7 @@ from megatron_lite.train.parts import Parts
 from megatron_lite.train.state import TrainState
 
 LLAMA_WORDS = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --swiglu --ffn-hidden-size 48 --normalization RMSNorm "
     "--position-embedding-type rope --disable-bias-linear "
     "--untie-embeddings-and-output-weights --vocab-size 90 --make-vocab-size-divisible-by 4"
@@ -43,6 +43,13 @@ LAYOUTS = {
     "dp2": (2, ()),
     "tp2": (2, ("--tensor-model-parallel-size", "2")),
     "tp2-sp": (2, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "pp2": (2, ("--pipeline-model-parallel-size", "2")),
+    "pp4": (4, ("--pipeline-model-parallel-size", "4")),
+    "pp2-v2": (
+        2,
+        ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+    ),
+    "zbv": (2, ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv")),
 }
 
 

@@ -65,7 +65,7 @@ def test_layers_and_timers_are_printed_by_the_last_rank(rank_pool: RankPool) -> 
     argv = [*LLAMA, *RUN, "--train-iters", "1", "--eval-iters", "0", "--timing-log-level", "2"]
     first, last = rank_pool.run(2, printed, argv=argv)
     assert first == ""
-    assert " > layers total 2" in last
+    assert " > layers total 4" in last
     table = last.split("(min, max) time across ranks (ms):")[1]
     assert "    forward-compute ................................: (" in table
     assert "    optimizer ......................................: (" in table

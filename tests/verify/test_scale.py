@@ -66,6 +66,14 @@ def test_a_large_job_becomes_a_tiny_one_of_the_same_kind(tmp_path: Path) -> None
         "--legacy-loss-normalization",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 80",
         "--global-batch-size 64",
+        "--pipeline-model-parallel-size 4 --recompute-num-layers 5",
+        "--pipeline-model-parallel-size 4 --pipeline-schedule zbv --recompute-num-layers 5",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4 "
+        "--recompute-num-layers 5",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved-zb "
+        "--num-layers-per-virtual-pipeline-stage 10 --recompute-num-layers 5",
+        "--pipeline-model-parallel-size 8 --pipeline-schedule gpipe --global-batch-size 2 "
+        "--recompute-num-layers 5",
     ],
 )
 def test_scaled_flags_are_legal_in_every_layout(tmp_path: Path, change: str) -> None:
@@ -73,6 +81,20 @@ def test_scaled_flags_are_legal_in_every_layout(tmp_path: Path, change: str) -> 
     for axes in ((), case.axes):
         layout = case.layout(axes)
         check_config(parse_config([*case.flags, *layout.flags], {}), layout.ranks)
+
+
+def test_a_pipeline_stays_one_with_its_schedule_and_a_steady_phase(tmp_path: Path) -> None:
+    flags = f"{LARGE} --pipeline-model-parallel-size 8 --pipeline-schedule zbv"
+    flags += " --recompute-num-layers 4"
+    result = scaled(flags, 1024, tmp_path)
+    assert [axis.name for axis in result.case.axes][:4] == ["tp", "sp", "pp", "dp"]
+    layout = result.case.layout(result.case.axes)
+    small = parse_config([*result.case.flags, *layout.flags], {})
+    assert (small.pipeline_model_parallel_size, small.pipeline_schedule) == (2, "zbv")
+    assert small.num_layers == 2 * 2 * 2  # part of the layers of a stage is recomputed
+    microbatches = result.case.global_batch_size // 2 // (small.micro_batch_size or 1)
+    assert microbatches == 4
+    assert any("pp: 8 -> 2" in note for note in result.notes)
 
 
 def test_a_loss_of_microbatch_means_keeps_its_microbatches(tmp_path: Path) -> None:
@@ -101,8 +123,9 @@ def test_scaled_heads_fit_tp_and_keep_their_relation(
         assert small_groups < tp  # replicated as the user's are
 
 
-@given(tp=st.integers(1, 64), dp=st.integers(1, 512))
-def test_scaled_axes_fit_the_pool_and_stay_axes(tp: int, dp: int) -> None:
-    sizes = scale_axis_sizes({"tp": tp, "dp": dp})
-    assert sizes["tp"] * sizes["dp"] <= 8
-    assert (sizes["tp"] > 1, sizes["dp"] > 1) == (tp > 1, dp > 1)
+@given(tp=st.integers(1, 64), pp=st.integers(1, 64), dp=st.integers(1, 512))
+def test_scaled_axes_fit_the_pool_and_stay_axes(tp: int, pp: int, dp: int) -> None:
+    sizes = scale_axis_sizes({"tp": tp, "pp": pp, "dp": dp})
+    assert sizes["tp"] * sizes["pp"] * sizes["dp"] <= 8
+    wanted = (tp > 1, pp > 1, dp > 1)
+    assert (sizes["tp"] > 1, sizes["pp"] > 1, sizes["dp"] > 1) == wanted

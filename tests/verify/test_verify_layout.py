@@ -37,6 +37,32 @@ def test_a_difference_is_named(
     assert "axis sp: gradient of decoder.layers.1.mlp.linear_fc2.bias at step 1" in out
 
 
+PIPELINE = (
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+    "--pipeline-schedule interleaved-zb"
+)
+
+
+def test_a_pipeline_is_certified(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*FLAGS.split(), *PIPELINE.split(), "--micro-batch-size", "1"]
+    assert main(["--ranks", "8", "--steps", "1", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "stages per pipeline rank: 2, of equally many layers" in out
+    assert "equal: tp+sp+pp+dp+micro-batch+native-on on 8 rank(s)" in out
+
+
+def test_a_fault_of_the_pipeline_is_told_as_its_axis(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = "tests.parity.faults:norm_of_one_stage_missing"
+    planted = functools.partialmethod(Certifier.certify, fault=fault)
+    monkeypatch.setattr(Certifier, "certify", planted)
+    flags = [*FLAGS.split(), "--tensor-model-parallel-size", "1", *PIPELINE.split()]
+    flags.remove("--sequence-parallel")
+    assert main(["--ranks", "2", "--steps", "1", *flags]) == 1
+    assert "axis pp: norm of grad_norm at step 1" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -2,12 +2,13 @@
 
 A case is a family with endings: `-compile` (torch.compile, of whole peers or of our blocks),
 `-autocast` (fp32 weights, bf16 products), `-off` (without native operations), `-2threads`,
-`-dp2`, `-tp2`, `-tp2-sp` (two ranks). Every case lives in its own process or two ranks, with
-one thread each unless it says otherwise; the cases take turns,
-step by step, so that a busy machine disturbs all alike. Printed per case: tokens per
-CPU-second (median, range), the ratio to the first peer of the same round, model FLOPs
-utilisation against a 2048^3 matrix product timed in the same rounds, peak RSS, and seconds
-from process start to the end of the first step. `--json F` keeps the rows.
+`-dp2`, `-tp2`, `-tp2-sp`, `-pp2` (1F1B), `-pp2-zbv` (two ranks; a pipeline takes single samples
+as microbatches). Every case lives in its own process or two ranks, with one thread each unless
+it says otherwise; the cases take turns, step by step, so that a busy machine disturbs all
+alike. Printed per case: tokens per CPU-second (median, range), the ratio to the first peer of
+the same round, model FLOPs utilisation against a 2048^3 matrix product timed in the same
+rounds, peak RSS, and seconds from process start to the end of the first step. `--json F` keeps
+the rows.
 
     python tools/bench/step.py --dtype fp32 --rounds 5
     python tools/bench/step.py --cases plain-gpt ours-gpt ours-llama-dp2 ours-llama-tp2-sp
@@ -31,12 +32,16 @@ from pathlib import Path
 from typing import Any
 
 SOLO = ("plain-gpt", "ours-gpt", "plain-llama", "hf-llama", "ours-llama")
-PAIRED = ("ours-llama-dp2", "ours-llama-tp2", "ours-llama-tp2-sp", "dtensor-llama-tp2")
+PAIRED = (
+    *("ours-llama-dp2", "ours-llama-tp2", "ours-llama-tp2-sp", "dtensor-llama-tp2"),
+    *("ours-llama-pp2", "ours-llama-pp2-zbv"),
+)
 ON_REQUEST = (
     *("plain-gpt-compile", "plain-gpt-autocast", "plain-llama-compile", "plain-llama-autocast"),
     *("ours-gpt-off", "ours-gpt-compile", "ours-llama-off", "ours-llama-compile"),
     *("plain-llama-2threads", "ours-llama-2threads"),
 )
+ZBV_LAYOUT = "Et|tt|tt|tL"  # 6 layers; both ends are on rank 0, so it has one fewer
 BATCH = 4  # samples of 512 tokens per step
 SIZE = {"layers": 6, "h": 384, "heads": 6, "s": 512, "v": 32000}
 TOKENS = BATCH * SIZE["s"]
@@ -73,6 +78,11 @@ def our_flags(case: str, dtype: str, directory: str) -> list[str]:
         flags += ["--tensor-model-parallel-size", "2"]
     if case.endswith("-sp"):
         flags += ["--sequence-parallel"]
+    if "pp2" in case:
+        flags += ["--pipeline-model-parallel-size", "2"]
+        flags[flags.index("--micro-batch-size") + 1] = "1"
+    if case.endswith("-zbv"):
+        flags += ["--pipeline-schedule", "zbv", "--pipeline-model-parallel-layout", ZBV_LAYOUT]
     if "dp2" in case:
         flags[flags.index("--micro-batch-size") + 1] = str(BATCH // 2)
     return [*flags, "--bf16"] if dtype == "bf16" else flags

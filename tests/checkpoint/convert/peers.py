@@ -155,7 +155,7 @@ def logits_rank(
     args = build_parser().parse_args(["--load", root, "--prompt", "", "--device", "cpu"])
     config = saved_config(found.manifest.state, args, world_size)
     info = WorldInfo(rank, world_size, rank, world_size, "", "test")
-    with load_stage(config, found, info, RunStatus()) as (stage, _):
+    with load_stage(config, found, info, RunStatus()) as (stage, _, _):
         context = _context(0, len(tokens), torch.device("cpu"))
         logits = stage.logits(torch.tensor(tokens).unsqueeze(1), context, None)[:, 0]
     if rank == 0:
