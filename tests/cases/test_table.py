@@ -8,11 +8,12 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| (C\d{3}) \| ([A-Z]+) \| ([^|]+) \| (.+) \|$")
-# What training with tensor, sequence and data parallelism, checkpoints and conversion keep out.
+# What training with tensor, sequence, pipeline and data parallelism, checkpoints and conversion
+# keep out.
 CASES = (
     "C001 C002 C003 C004 C005 C006 C007 C011 C014 C015 C021 C022 C023 C024 C025 C026 C027 C028 "
-    "C029 C030 C031 C032 C033 C034 C036 C037 C038 C039 C040 C041 C042 C044 C048 C049 C050 C053 "
-    "C057 C058 C059 C080 C081 C082 C083 C084 C085 C086 C089 C091 C092"
+    "C029 C030 C031 C032 C033 C034 C036 C037 C038 C039 C040 C041 C042 C044 C048 C049 C050 C052 "
+    "C053 C054 C057 C058 C059 C060 C072 C073 C074 C075 C080 C081 C082 C083 C084 C085 C086 C089 C091 C092"
 )
 
 
