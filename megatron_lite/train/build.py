@@ -128,6 +128,8 @@ def build_run(
             parts.telemetry.say(f"logical hash of the weights: {hash_weights(core)}")
         yield parts, restored.state
         status.phase = "shutdown"
+        # Let go of the run: its groups must not live on until the interpreter ends.
+        status.where = lambda: ""
         finish_distributed()
 
 
