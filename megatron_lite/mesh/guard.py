@@ -185,7 +185,8 @@ def _settle(error: BaseException, info: WorldInfo, status: RunStatus) -> int:
     if told is None and not _may_speak(boards):
         told = _wait_for_word(info, status, SPEAKER_WAIT_S)
     if told is None:
-        told = _call_roll(failure, info, status)
+        # What is wrong with flags, data or numbers is no matter of who waits for whom.
+        told = failure if isinstance(error, UserError) else _call_roll(failure, info, status)
         _speak(told, status)
     _leave(boards, wait=info.rank == 0)
     return told.code
