@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -117,7 +118,7 @@ def build_run(
         saver = Saver(core, joined, restored.state.iteration)
         stack.callback(saver.close)
         parts = build_parts(core, restored.state, info, signals, saver, stack)
-        status.where = parts.runner.where
+        status.where = _place_of(parts)
         announce(parts, tokenizer, restored)
         for note in joined.notes:
             parts.telemetry.say(note)
@@ -128,9 +129,19 @@ def build_run(
             parts.telemetry.say(f"logical hash of the weights: {hash_weights(core)}")
         yield parts, restored.state
         status.phase = "shutdown"
-        # Let go of the run: its groups must not live on until the interpreter ends.
-        status.where = lambda: ""
         finish_distributed()
+
+
+def _place_of(parts: Parts) -> Callable[[], str]:
+    """Where a run is, for who outlives it: process groups must not live until the
+    interpreter ends, so nothing may keep the run alive."""
+    found = weakref.ref(parts)
+
+    def where() -> str:
+        run = found()
+        return "" if run is None else run.runner.where()
+
+    return where
 
 
 def flags_and_versions(config: Config, world_size: int) -> dict[str, Any]:
