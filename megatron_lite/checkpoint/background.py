@@ -15,6 +15,9 @@ from megatron_lite.checkpoint.pipes import Child, Ended
 WRITER = ("megatron_lite.checkpoint.writer",)
 FINALIZER = ("megatron_lite.checkpoint.finalizer",)
 CLOSE_SECONDS = 5.0
+# A finalizer gives an attempt up after 600 s without a change; one that is silent for longer
+# is stopped or hangs.
+SILENCE_SECONDS = 660.0
 LATE_SECONDS = 5.0
 
 
@@ -101,10 +104,13 @@ class Finalizer:
 
     Args:
         words: module and arguments of the process; tests have finalizers of their own.
+        silence_seconds: a finalizer that is waited for and silent for so long is ended and
+            started again, as one that died.
     """
 
-    def __init__(self, words: Sequence[str] = FINALIZER):
+    def __init__(self, words: Sequence[str] = FINALIZER, silence_seconds: float = SILENCE_SECONDS):
         self._words = words
+        self._silence_seconds = silence_seconds
         self._child: Child | None = None
         self._job: Job | None = None
         self._aborted: dict[str, str] | None = None
@@ -132,7 +138,11 @@ class Finalizer:
         """Return the reply to the last job, once it is there; None before."""
         while self._job is not None and self._child is not None:
             try:
-                reply = self._child.take(wait_seconds)
+                limit = self._silence_seconds if wait_seconds is None else wait_seconds
+                reply = self._child.take(limit)
+                if reply is None and wait_seconds is None:
+                    self._child.kill()
+                    raise Ended
             except Ended:
                 ending = self._child.ending()
                 self._child.close(0.0)

@@ -93,6 +93,21 @@ def test_processes_are_used_again_and_are_gone_at_the_end(tmp_path: Path) -> Non
         assert not Path(f"/proc/{pid}").exists(), "neither running nor a zombie"
 
 
+def test_a_finalizer_that_is_stopped_is_ended_and_started_again(tmp_path: Path) -> None:
+    run = Background(tmp_path / "save", [], [])
+    run.save(1)
+    assert run.finalizer.poll(None)["failure"] is None
+    stopped = run.finalizer.pid
+    assert stopped is not None
+    run.finalizer._silence_seconds = 2.0
+    os.kill(stopped, signal.SIGSTOP)
+    run.save(2)
+    assert run.finalizer.poll(None)["failure"] is None
+    assert not is_alive(stopped) and run.finalizer.pid != stopped
+    assert holds_step(open_checkpoint(run.root), 2)
+    run.close()
+
+
 def test_row_29_a_finalizer_that_dies_is_started_once_more_and_then_given_up(
     tmp_path: Path,
 ) -> None:
