@@ -167,7 +167,7 @@ class Child:
 
     def close(self, wait_seconds: float) -> None:
         """Let the child end. One that is not idle finishes its work first, alone."""
-        with suppress(Ended, OSError):
+        with suppress(Ended, OSError, ValueError):  # the last: it is closed already
             send_line(self._requests.fileno(), STOP)
         for pipe in (self._requests, self._replies):
             with suppress(OSError):
