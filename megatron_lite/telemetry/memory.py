@@ -394,9 +394,5 @@ def estimate_memory(
     chunk = shape.tokens
     if logits_chunk_tokens is not None:
         chunk = min(chunk, logits_chunk_tokens)
-    logits = 0
-    if has_head:
-        logits = estimate_logits_bytes(
-            model, parallel, precision, chunk_tokens=chunk, native=native
-        )
-    return MemoryLedger(parameters, grads, masters, moments, activations, logits)
+    logits = estimate_logits_bytes(model, parallel, precision, chunk_tokens=chunk, native=native)
+    return MemoryLedger(parameters, grads, masters, moments, activations, logits if has_head else 0)

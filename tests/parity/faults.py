@@ -24,15 +24,12 @@ from megatron_lite.model import gpt, parts
 from megatron_lite.ops import attention, dropout
 from megatron_lite.ops.recompute import _Recompute
 from megatron_lite.optim import optimizer
-from megatron_lite.pipeline.actions import Action
-from megatron_lite.pipeline.exchange import Exchange
 from megatron_lite.shard import buckets
 from megatron_lite.shard.buckets import MainGradients
 from megatron_lite.shard.partial import PartialReduction
 from megatron_lite.spec.params import ParamSpec
 from megatron_lite.tensor import cross_entropy, embedding, linear
 from megatron_lite.train import build, step
-from megatron_lite.train.passes import Passes
 
 
 @contextmanager
@@ -46,7 +43,7 @@ def _respecified(change: Callable[[ParamSpec], ParamSpec]) -> Iterator[None]:
         yield
 
 
-def _without_partial(spec: ParamSpec, axis: str, *endings: str) -> ParamSpec:
+def without_partial(spec: ParamSpec, axis: str, *endings: str) -> ParamSpec:
     """Forget that the gradient of these parameters is partial over an axis."""
     if not spec.name.endswith(endings):
         return spec
@@ -60,19 +57,19 @@ HEAD_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
 
 @contextmanager
 def sp_norm_reduction_dropped() -> Iterator[None]:
-    with _respecified(lambda spec: _without_partial(spec, "tp", *NORMS)):
+    with _respecified(lambda spec: without_partial(spec, "tp", *NORMS)):
         yield
 
 
 @contextmanager
 def sp_row_bias_reduction_dropped() -> Iterator[None]:
-    with _respecified(lambda spec: _without_partial(spec, "tp", "proj.bias", "fc2.bias")):
+    with _respecified(lambda spec: without_partial(spec, "tp", "proj.bias", "fc2.bias")):
         yield
 
 
 @contextmanager
 def head_norm_not_reduced() -> Iterator[None]:
-    with _respecified(lambda spec: _without_partial(spec, "tp", *HEAD_NORMS)):
+    with _respecified(lambda spec: without_partial(spec, "tp", *HEAD_NORMS)):
         yield
 
 
@@ -90,7 +87,7 @@ def norm_reduced_where_replicated() -> Iterator[None]:
 @contextmanager
 def kv_gradient_not_reduced() -> Iterator[None]:
     endings = ("linear_k.weight", "linear_v.weight", "linear_k.bias", "linear_v.bias")
-    with _respecified(lambda spec: _without_partial(spec, "kv_replica", *endings)):
+    with _respecified(lambda spec: without_partial(spec, "kv_replica", *endings)):
         yield
 
 
@@ -308,7 +305,7 @@ def loss_sum_not_reduced() -> Iterator[None]:
         yield
 
 
-def _rank() -> int:
+def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -317,7 +314,7 @@ def initial_values_seeded_per_rank() -> Iterator[None]:
     original = build.initial_value
 
     def planted(spec: ParamSpec, box: Any, seed: int, dtype: torch.dtype) -> Tensor:
-        return original(spec, box, seed + _rank(), dtype)
+        return original(spec, box, seed + own_rank(), dtype)
 
     with patch.object(build, "initial_value", planted):
         yield
@@ -329,7 +326,7 @@ def samples_ordered_by_rank() -> Iterator[None]:
     original = loader.read_batch
 
     def planted(dataset: Any, sample_ids: Any, pin: bool = False) -> Any:
-        read = original(dataset, sample_ids + 40 * _rank(), pin)
+        read = original(dataset, sample_ids + 40 * own_rank(), pin)
         return dataclasses.replace(read, sample_ids=torch.from_numpy(sample_ids))
 
     with patch.object(loader, "read_batch", planted):
@@ -355,7 +352,7 @@ def update_skipped_on_one_rank() -> Iterator[None]:
     original = optimizer.Optimizer.step
 
     def planted(self: optimizer.Optimizer, *args: Any) -> None:
-        if _rank() != 1:
+        if own_rank() != 1:
             original(self, *args)
 
     with patch.object(optimizer.Optimizer, "step", planted):
@@ -372,114 +369,6 @@ def every_rank_holds_everything() -> Iterator[None]:
         return original(x, weight, bias)
 
     with patch.object(linear, "functional", SimpleNamespace(linear=planted)):
-        yield
-
-
-@contextmanager
-def message_of_the_microbatch_before() -> Iterator[None]:
-    """A buffer is reused too early: the next message carries what the last one did."""
-    original = Exchange.send_forward
-    last: dict[int, Tensor] = {}
-
-    def planted(self: Exchange, action: Action) -> None:
-        assert action.stage is not None and action.microbatch is not None
-        place = (action.stage, action.microbatch)
-        mine = self._outputs[place]
-        if action.microbatch:
-            self._outputs[place] = last[action.stage]
-        last[action.stage] = mine
-        original(self, action)
-
-    with patch.object(Exchange, "send_forward", planted):
-        yield
-
-
-@contextmanager
-def gradient_message_of_the_microbatch_before() -> Iterator[None]:
-    original = Exchange.send_backward
-    last: dict[int, Tensor] = {}
-
-    def planted(self: Exchange, action: Action) -> None:
-        assert action.stage is not None and action.microbatch is not None
-        place = (action.stage, action.microbatch)
-        mine = self._input_gradients[place]
-        if action.microbatch:
-            self._input_gradients[place] = last[action.stage]
-        last[action.stage] = mine
-        original(self, action)
-
-    with patch.object(Exchange, "send_backward", planted):
-        yield
-
-
-@contextmanager
-def _respecified_on_rank(change: Callable[[ParamSpec], ParamSpec]) -> Iterator[None]:
-    original = build.specs_on_rank
-
-    def planted(*args: Any) -> tuple[ParamSpec, ...]:
-        return tuple(change(spec) for spec in original(*args))
-
-    with patch.object(build, "specs_on_rank", planted):
-        yield
-
-
-@contextmanager
-def tied_gradient_not_reduced() -> Iterator[None]:
-    with _respecified_on_rank(lambda spec: _without_partial(spec, "tied_ends", ".weight")):
-        yield
-
-
-@contextmanager
-def tied_weight_counted_twice() -> Iterator[None]:
-    original = optimizer.norm_ranges
-
-    def planted(pieces: Any, part: Any) -> Any:
-        tied = [
-            dataclasses.replace(p, speaks_for_tensor=True) if p.spec.holders else p for p in pieces
-        ]
-        return original(tied, part)
-
-    with patch.object(optimizer, "norm_ranges", planted):
-        yield
-
-
-@contextmanager
-def norm_of_one_stage_missing() -> Iterator[None]:
-    original = step.reduce_closing
-
-    def planted(*, squares: tuple[Tensor, Tensor], **others: Any) -> Any:
-        mine, bad = squares
-        return original(squares=(mine * 0 if _rank() == 1 else mine, bad), **others)
-
-    with patch.object(step, "reduce_closing", planted):
-        yield
-
-
-@contextmanager
-def microbatch_dropped() -> Iterator[None]:
-    """The deferred weight gradients of the second microbatch are counted but not computed."""
-    original = Passes.weight_gradient
-
-    def planted(self: Passes, action: Action) -> None:
-        if action.microbatch == 1:
-            deferred = next(d for (_, number), d in self._deferred.items() if number == 1)
-            deferred._queue = [(param, lambda main: None) for param, _ in deferred._queue]
-        original(self, action)
-
-    with patch.object(Passes, "weight_gradient", planted):
-        yield
-
-
-@contextmanager
-def weight_gradients_never_run() -> Iterator[None]:
-    """The W of one microbatch is left out; counting contributions finds it."""
-    original = Passes.weight_gradient
-
-    def planted(self: Passes, action: Action) -> None:
-        if action.microbatch != 1:
-            original(self, action)
-
-    with patch.object(Passes, "weight_gradient", planted):
         yield
 
 

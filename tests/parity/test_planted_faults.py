@@ -14,6 +14,7 @@ from megatron_lite.verify.axes import (
     sequence_axis,
     tensor_axis,
 )
+from tests.parity import faults, pipeline_faults
 from tests.parity.conftest import Certifiers
 
 TP2, SP, DP2, MBS2 = tensor_axis(2), sequence_axis(), data_axis(2), microbatch_axis(2)
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.parity
 
 
 class Planted(NamedTuple):
-    """A bug of `faults.py`, the layout that meets it, and what it must be called."""
+    """A bug of one of the fault files, the layout that meets it, and what it must be called."""
 
     name: str
     model: str
@@ -163,7 +164,8 @@ PLANTED = (
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_planted_fault_is_caught_and_named(certifier_of: Certifiers, planted: Planted) -> None:
     certifier = certifier_of(planted.model, extra=planted.extra, steps=2)
-    fault = f"tests.parity.faults:{planted.name}"
+    module = pipeline_faults if hasattr(pipeline_faults, planted.name) else faults
+    fault = f"{module.__name__}:{planted.name}"
     verdict = certifier.certify(planted.layout, fault=fault, measure=False)
     assert not verdict.holds
     found = next(

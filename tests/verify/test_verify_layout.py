@@ -54,7 +54,7 @@ def test_a_pipeline_is_certified(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_fault_of_the_pipeline_is_told_as_its_axis(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = "tests.parity.faults:norm_of_one_stage_missing"
+    fault = "tests.parity.pipeline_faults:norm_of_one_stage_missing"
     planted = functools.partialmethod(Certifier.certify, fault=fault)
     monkeypatch.setattr(Certifier, "certify", planted)
     flags = [*FLAGS.split(), "--tensor-model-parallel-size", "1", *PIPELINE.split()]
