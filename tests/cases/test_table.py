@@ -54,4 +54,5 @@ def test_tests_that_name_a_case_stand_in_its_row() -> None:
 def test_cases_of_a_kind_have_a_file_of_its_kind() -> None:
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         kinds = {kind.lower() for kind, _ in table().values()}
-        assert path.stem.removeprefix("test_") in {*kinds, "table"}
+        # A long kind may go on in further files, KIND_subject.
+        assert path.stem.removeprefix("test_").partition("_")[0] in {*kinds, "table"}
