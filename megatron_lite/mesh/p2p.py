@@ -9,7 +9,7 @@ connects lazily would connect in an order that depends on timing, and may deadlo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
@@ -106,8 +106,3 @@ def _record(link: Link, op: str, t: Tensor) -> None:
     if link.recorder is not None:
         dtype = str(t.dtype).removeprefix("torch.")
         link.recorder.record(op, link.name, t.numel(), dtype)
-
-
-def no_links() -> Mapping[Channel, Link]:
-    """The channels of a pipeline of one rank."""
-    return {}
