@@ -50,11 +50,6 @@ class Pipeline:
         rank = self.groups.pp.rank
         return tuple(part for part in self.shape.parts if self.placement[part.stage] == rank)
 
-    @property
-    def has_head(self) -> bool:
-        """Whether losses arise on this rank."""
-        return any(part.head for part in self.local_parts)
-
     def table(self, num_microbatches: int, *, training: bool = True) -> Schedule:
         """The verified table of a step, the same on all ranks.
 

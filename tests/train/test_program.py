@@ -240,3 +240,11 @@ def test_dataset_of_a_larger_vocabulary_is_refused_at_start(tmp_path: Path) -> N
     assert result.code == 2
     assert "vocabulary of 1000" in result.stderr
     assert "iteration        1/" not in result.stdout
+
+
+@pytest.mark.parametrize(("more", "code"), [((), 0), (("--lr", "1e30", "--min-lr", "1e30"), 1)])
+def test_ranks_end_with_their_own_code_and_no_abort(more: tuple[str, ...], code: int) -> None:
+    """Process groups that live until the interpreter ends would abort it."""
+    ends = run_ranks(2, [*LLAMA, *RUN, "--train-iters", "3", *more])
+    assert [end.code for end in ends] == [code, code], ends
+    assert not any("terminate called" in end.stderr for end in ends)
