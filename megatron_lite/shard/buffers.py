@@ -68,6 +68,7 @@ class FlatBuffers:
         self.owned_values: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
         self.owned_gradients: dict[int, Tensor] = {}
+        self._gradient_views: dict[str, Tensor] = {}
         self.released: set[int] = set()  # buckets whose parameters have no memory
         for index in range(len(layout.buckets)):
             self._allocate(index)
@@ -86,6 +87,10 @@ class FlatBuffers:
             self.release_values(index)
         gradients = self._zeros(bucket.elements, self.precision.main_grad)
         self.gradients[index] = gradients
+        for name in bucket.names:  # now: without memory a tensor cannot be sliced
+            slot = self.layout.slots[name]
+            flat = gradients[slot.start : slot.start + slot.numel]
+            self._gradient_views[name] = flat.view(slot.physical.shape)
         if stage >= 2:
             self.owned_gradients[index] = self.zeros(index, self.precision.main_grad)
             release(gradients)
@@ -137,9 +142,7 @@ class FlatBuffers:
 
     def gradient_of(self, name: str) -> Tensor:
         """Main gradient of a stored parameter in the whole bucket, a view in its shape."""
-        slot = self.layout.slots[name]
-        flat = self.gradients[slot.bucket][slot.start : slot.start + slot.numel]
-        return flat.view(slot.physical.shape)
+        return self._gradient_views[name]
 
     def gradient_pieces(self) -> Iterator[StatePiece]:
         """Owned logical main gradients, kind "grad": after `finish` the global gradients."""
