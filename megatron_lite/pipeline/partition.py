@@ -47,11 +47,16 @@ class StagePart:
     mtp: tuple[int, ...] = ()
 
     @property
-    def uses(self) -> frozenset[str]:
-        """Use-sites of the parameters it needs."""
+    def ordered_uses(self) -> tuple[str, ...]:
+        """Use-sites of the parameters it needs, in forward order."""
         first = (AT_EMBEDDING,) if self.embedding else ()
         last = (AT_FINAL_NORM, AT_HEAD) if self.head else ()
-        return frozenset((*first, *last, *(f"layer.{layer}" for layer in self.layers)))
+        return (*first, *(f"layer.{layer}" for layer in self.layers), *last)
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """Use-sites of the parameters it needs."""
+        return frozenset(self.ordered_uses)
 
 
 def whole_model(num_layers: int) -> tuple[StagePart, ...]:
