@@ -457,6 +457,9 @@ class DataConfig:
     mmap_bin_files: bool = flag(
         True, "Read token files instead of mapping them.", names=("--no-mmap-bin-files",)
     )
+    data_check_interval: int = flag(
+        10, "Steps between looks at one sampled block of the data files; 0: none.", unit="steps"
+    )
     mid_level_dataset_surplus: float = flag(
         0.005, "Extra samples requested from each dataset of a blend.", unit="fraction"
     )
