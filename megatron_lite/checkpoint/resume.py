@@ -28,6 +28,10 @@ SHOWN = 4  # paths of an unsure replay that are listed
 # Settings of the update, beside the facts and the schedules.
 UPDATE_FIELDS = (
     *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
+    *("muon_momentum", "muon_nesterov", "muon_scale_mode", "muon_extra_scale_factor"),
+    *("muon_coefficient_type", "muon_num_ns_steps", "muon_fp32_matmul_prec", "muon_tp_mode"),
+    *("muon_scalar_optimizer", "adafactor_beta2_decay", "adafactor_beta1", "adafactor_eps"),
+    *("adafactor_clip_threshold", "param_group", "freeze", "weight_ema_decay"),
     *("nan_policy", "check_for_nan_in_loss_and_grad"),
 )
 # Settings that may change how a number is computed, hence its last bits.

@@ -12,6 +12,7 @@ from megatron_lite.config.facts import Facts, Rule
 from megatron_lite.config.flags import format_faults
 from megatron_lite.config.layout_rules import LAYOUT_RULES
 from megatron_lite.config.model_rules import MODEL_RULES
+from megatron_lite.config.optimizer_rules import OPTIMIZER_RULES
 from megatron_lite.config.pipeline_rules import PIPELINE_RULES
 from megatron_lite.config.run_rules import RUN_RULES
 from megatron_lite.config.schema import Config
@@ -25,6 +26,7 @@ RULES: tuple[Rule, ...] = (
     *PIPELINE_RULES,
     *SHARDING_RULES,
     *BATCH_RULES,
+    *OPTIMIZER_RULES,
     *RUN_RULES,
     *SUPPORT_RULES,
 )

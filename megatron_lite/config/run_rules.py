@@ -175,6 +175,7 @@ RUN_RULES: tuple[Rule, ...] = (
         lambda f: "--tokenizer-type NullTokenizer needs --vocab-size",
     ),
     at_least_rule("num_workers", 0),
+    at_least_rule("data_check_interval", 0),
     fraction_rule("mid_level_dataset_surplus"),
     *(
         at_least_rule(field, 1)

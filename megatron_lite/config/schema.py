@@ -299,7 +299,7 @@ class OptimizerConfig:
     optimizer: str = flag(
         "adam",
         "Update rule (adam decouples weight decay, as AdamW); adam and sgd so far.",
-        choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
+        choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon", "adafactor"),
     )
     lr: float | None = flag(None, "Peak learning rate.")
     min_lr: float = flag(0.0, "Lowest learning rate of the decay.")
@@ -337,6 +337,61 @@ class OptimizerConfig:
     adam_beta2: float = flag(0.999, "Decay of Adam's second moment.")
     adam_eps: float = flag(1e-8, "Added to Adam's denominator.")
     sgd_momentum: float = flag(0.9, "Momentum of SGD.")
+    muon_momentum: float = flag(0.9, "Decay of Muon's average of gradients.")
+    muon_nesterov: bool = flag(False, "Muon looks ahead: orthogonalise the next average.")
+    muon_scale_mode: str = flag(
+        "spectral",
+        "Scale of Muon's update by the sides of the matrix.",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = flag(1.0, "Further factor of Muon's update.")
+    muon_coefficient_type: str = flag(
+        "quintic",
+        "Coefficients of the Newton-Schulz iteration.",
+        choices=("simple", "quintic", "polar_express", "aol"),
+    )
+    muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations of Muon.", unit="iterations")
+    muon_fp32_matmul_prec: str = flag(
+        "medium",
+        "Newton-Schulz on CUDA in bf16, or in fp32 (high); fp32 on the CPU.",
+        choices=("low", "medium", "high"),
+    )
+    muon_tp_mode: str = flag(
+        "duplicated",
+        "Accepted; matrices are whole in both modes (blockwise would depend on TP).",
+        choices=("blockwise", "duplicated", "distributed"),
+    )
+    muon_scalar_optimizer: str = flag(
+        "adam",
+        "Update of what Muon leaves: vectors, embeddings, output; adam so far.",
+        choices=("adam", "lion"),
+    )
+    adafactor_beta2_decay: float = flag(
+        0.8, "Adafactor's second moment decays by 1 - update^-this.", unit="exponent"
+    )
+    adafactor_beta1: float = flag(0.0, "Decay of Adafactor's first moment; 0: none is kept.")
+    adafactor_eps: float = flag(1e-30, "Added to the squared gradients of Adafactor.")
+    adafactor_clip_threshold: float = flag(
+        1.0, "Largest root mean square of Adafactor's update of a tensor; 0: none."
+    )
+    decoupled_lr: float | None = flag(
+        None, "Peak learning rate of embeddings and output layer; unset: --lr."
+    )
+    decoupled_min_lr: float | None = flag(
+        None, "Lowest learning rate of embeddings and output layer; unset: --min-lr."
+    )
+    param_group: tuple[str, ...] = flag(
+        (),
+        "PATTERN:lr_mult=X,wd_mult=Y, for parameters whose logical name matches; the first wins.",
+        nargs="+",
+    )
+    freeze: tuple[str, ...] = flag(
+        (), "Patterns of logical names of parameters that are not trained.", nargs="+"
+    )
+    weight_ema_decay: float | None = flag(
+        None, "Keep a moving average of the weights with this decay per update."
+    )
+    eval_with_ema: bool = flag(False, "Evaluate the average of --weight-ema-decay.")
     clip_grad: float = flag(1.0, "Largest global gradient norm; 0: no clipping.")
     override_opt_param_scheduler: bool = flag(
         False,
@@ -414,6 +469,9 @@ class DataConfig:
     )
     mmap_bin_files: bool = flag(
         True, "Read token files instead of mapping them.", names=("--no-mmap-bin-files",)
+    )
+    data_check_interval: int = flag(
+        10, "Steps between looks at one sampled block of the data files; 0: none.", unit="steps"
     )
     mid_level_dataset_surplus: float = flag(
         0.005, "Extra samples requested from each dataset of a blend.", unit="fraction"

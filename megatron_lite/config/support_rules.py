@@ -19,6 +19,8 @@ TOKENIZERS = (
     "ByteLevelTokenizer",
     "NullTokenizer",
 )
+# Given values of these are refused until the optimizers read them.
+NOT_CONNECTED = ("param_group", "freeze", "weight_ema_decay")
 
 
 def shown(option: Option, value: object) -> str:
@@ -76,6 +78,14 @@ SUPPORT_RULES: tuple[Rule, ...] = (
     value_rule("tokenizer_type", TOKENIZERS),
     value_rule("dataloader_type", ("single",)),
     value_rule("nan_policy", ("skip", "stop")),
+    *(
+        Rule(
+            f"built-{field.replace('_', '-')}",
+            lambda f, field=field: bool(getattr(f.config, field)),  # type: ignore[misc]
+            lambda f, field=field: f"--{field.replace('_', '-')} is not yet supported",  # type: ignore[misc]
+        )
+        for field in NOT_CONNECTED
+    ),
     Rule(
         "built-dry-run",
         lambda f: f.config.dry_run,

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_lite.data.blend import BlendIndex, normalize_weights
+from megatron_lite.data.block_check import BlockCheck
 from megatron_lite.data.cache import IndexCache
 from megatron_lite.data.gpt_dataset import BlendedDataset, GPTDataset, MockSource, TokenSource
-from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed import IndexedDataset, bin_path
 from megatron_lite.data.meta import DatasetMeta
 from megatron_lite.data.native import IndexBackend, load_backend
 from megatron_lite.data.sample_index import (
@@ -75,12 +76,13 @@ class DataSettings(Protocol):
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three parts; None where a part is empty or not asked for."""
+    """The three parts, None where one is empty or not asked for; `blocks` watches the files."""
 
     train: TrainableDataset | None
     valid: TrainableDataset | None
     test: TrainableDataset | None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    blocks: BlockCheck = field(default_factory=BlockCheck)
 
     def fingerprint(self) -> dict[str, Any]:
         """Describe everything that determines the order of samples, JSON-able.
@@ -149,7 +151,8 @@ def build_datasets(
             built[request.name], facts[request.name] = assembler.assemble(request)
     if train_samples > 0 and built["train"] is None:
         raise UserError("the flags give the training part no data (see --split and --data-path)")
-    return Datasets(built["train"], built["valid"], built["test"], facts)
+    blocks = BlockCheck(assembler.files())
+    return Datasets(built["train"], built["valid"], built["test"], facts, blocks)
 
 
 def _read_requests(
@@ -208,6 +211,10 @@ class _Assembler:
         self._announce = announce
         self._backend: IndexBackend = load_backend(config.require_native, announce)
         self._sources: dict[str, tuple[TokenSource, dict[str, Any]]] = {}
+
+    def files(self) -> list[Path]:
+        """Token files that were opened."""
+        return [bin_path(name) for name in self._sources if name]
 
     def assemble(self, request: _Request) -> tuple[TrainableDataset | None, list[dict[str, Any]]]:
         """Build one part, and the facts that fix its order."""

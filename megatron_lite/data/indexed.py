@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megatron_lite.data.block_check import sampled_blocks
 from megatron_lite.data.meta import DatasetMeta, load_meta
 from megatron_lite.errors import DamagedError, UserError
 
@@ -201,10 +202,8 @@ class IndexedDataset:
         with idx_path(self.prefix).open("rb") as file:
             index_hash = hashlib.file_digest(file, "sha256").hexdigest()
         sampled = hashlib.sha256()
-        with bin_path(self.prefix).open("rb") as file:
-            for block in range(64):
-                file.seek(block * max(self.bin_bytes - 4096, 0) // 63)
-                sampled.update(file.read(4096))
+        for block in sampled_blocks(bin_path(self.prefix), self.bin_bytes):
+            sampled.update(block)
         return {
             "idx_sha256": index_hash,
             "bin_bytes": self.bin_bytes,

@@ -5,11 +5,17 @@ imported only when a process group is made. Invariant: gloo on the CPU and NCCL 
 whatever a flag says, because the other pairs do not exist or do not work.
 """
 
+import os
+import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_lite.errors import UserError
+from megatron_lite.mesh.admission import check_admission, run_token
 from megatron_lite.mesh.failure_board import StoreBoard
 from megatron_lite.mesh.guard import RunStatus, run_guarded
 from megatron_lite.mesh.world import RENDEZVOUS_VARIABLE, WorldInfo, detect_world
@@ -23,6 +29,9 @@ __all__ = [
     "run_guarded",
     "run_program",
 ]
+
+
+LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def run_program(main: Callable[[WorldInfo, RunStatus], int], environ: Mapping[str, str]) -> int:
@@ -58,7 +67,8 @@ def init_distributed(
     Comm: rendezvous at `info.rendezvous`.
 
     Raises:
-        UserError: no such device, no place to meet, or the ranks did not meet in time.
+        UserError: no such device, no place to meet, the ranks did not meet in time, or one
+            of them does not have the run's token.
     """
     import torch
     import torch.distributed as dist
@@ -81,13 +91,16 @@ def init_distributed(
             "process unset WORLD_SIZE"
         )
     timeout = timedelta(minutes=timeout_minutes)
+    token = run_token(os.environ)
+    if info.local_world_size == info.world_size and Path("/sys/class/net/lo").exists():
+        # Nobody outside this node has to reach the ranks.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        store, _, _ = next(
-            dist.rendezvous(info.rendezvous, info.rank, info.world_size, timeout=timeout)
-        )
+        store = _meet(info, timeout)
         store.set_timeout(timeout)
         if status is not None:
             status.attach(StoreBoard(dist.PrefixStore("failure", store), info.world_size))
+        check_admission(dist.PrefixStore("admission", store), token, info.rank, info.world_size)
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             store=dist.PrefixStore("default", store),
@@ -100,6 +113,35 @@ def init_distributed(
             f"rank {info.rank} of {info.world_size} did not meet the others at "
             f"{info.rendezvous} within {timeout_minutes:g} minutes: {error}"
         ) from error
+
+
+def _meet(info: WorldInfo, timeout: timedelta) -> Any:
+    """The store where the ranks meet.
+
+    torch's own listens on all interfaces whatever address it is given. Where the address is
+    this node's loopback, nobody else has business there: rank 0 then listens on it alone.
+    """
+    import torch.distributed as dist
+
+    url = urlsplit(info.rendezvous)
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if info.rank == 0 and url.scheme == "tcp" and url.hostname in LOOPBACK and not is_agents:
+        assert url.port is not None
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", url.port))
+        return dist.TCPStore(
+            "127.0.0.1",
+            url.port,
+            info.world_size,
+            is_master=True,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
+    store, _, _ = next(
+        dist.rendezvous(info.rendezvous, info.rank, info.world_size, timeout=timeout)
+    )
+    return store
 
 
 def finish_distributed() -> None:

@@ -178,6 +178,9 @@ class GPTStage(nn.Module):
             The last stage's 0-dim loss, else a tensor like `source` of a later stage.
         """
         x = self._embed(source, mb) if part.embedding else source
+        if mb.wgrads is not None and not x.requires_grad:
+            # Behind a frozen embedding: recomputed regions and later stages send a gradient.
+            x.requires_grad_()
         hidden = self._layers(part, x, mb)
         if not part.head:
             return hidden

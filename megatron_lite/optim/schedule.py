@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lite.config.optimizer_rules import decoupled_min
 from megatron_lite.config.plan import BatchPlan
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
@@ -38,6 +39,20 @@ class ScheduleSettings:
     init_lr: float = 0.0
     wsd_decay_style: str = "exponential"
     wsd_decay_steps: int = 0
+    decoupled_max_lr: float | None = None
+    decoupled_min_lr: float | None = None
+
+    def decoupled(self) -> ScheduleSettings:
+        """The schedule of embeddings and output layer: other rates, the same shape."""
+        if self.decoupled_max_lr is None or self.decoupled_min_lr is None:
+            return self
+        return dataclasses.replace(
+            self,
+            max_lr=self.decoupled_max_lr,
+            min_lr=self.decoupled_min_lr,
+            decoupled_max_lr=None,
+            decoupled_min_lr=None,
+        )
 
 
 # Which flags set a key of the state, for the message about an unequal one.
@@ -51,6 +66,11 @@ _FLAGS = {
     "end_wd": "--weight-decay or --end-weight-decay",
     "wd_incr_steps": "--train-iters or --train-samples",
     "wd_incr_style": "--weight-decay-incr-style",
+}
+# Ours, in the state only where they are set.
+_OWN_FLAGS = {
+    "decoupled_max_lr": "--decoupled-lr",
+    "decoupled_min_lr": "--decoupled-min-lr (unset: --min-lr)",
 }
 
 
@@ -128,6 +148,11 @@ class RateSchedule:
         return learning_rate_at(self.settings, self.num_steps)
 
     @property
+    def decoupled_learning_rate(self) -> float:
+        """That of embeddings and output layer; `learning_rate` without `--decoupled-lr`."""
+        return learning_rate_at(self.settings.decoupled(), self.num_steps)
+
+    @property
     def weight_decay(self) -> float:
         """Weight decay of the next update."""
         return weight_decay_at(self.settings, self.num_steps)
@@ -137,9 +162,10 @@ class RateSchedule:
         self.num_steps += samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Megatron's state of its scheduler."""
-        state = {key: getattr(self.settings, key) for key in _FLAGS}
-        return {**state, "num_steps": self.num_steps}
+        """Megatron's state of its scheduler, and the decoupled rates."""
+        state = {key: getattr(self.settings, key) for key in (*_FLAGS, *_OWN_FLAGS)}
+        given = {k: value for k, value in state.items() if k in _FLAGS or value is not None}
+        return {**given, "num_steps": self.num_steps}
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, override: bool = False, use_checkpoint: bool = False
@@ -159,7 +185,8 @@ class RateSchedule:
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler "
                 "contradict each other: give one"
             )
-        saved = {key: state[key] for key in _FLAGS}
+        saved: dict[str, Any] = {key: state[key] for key in _FLAGS}
+        saved |= {key: state.get(key) for key in _OWN_FLAGS}
         if use_checkpoint:
             settings = dataclasses.replace(self.settings, **saved)
             _check(settings)
@@ -169,12 +196,13 @@ class RateSchedule:
         self.num_steps = int(state["num_steps"])
 
     def _check_equal(self, saved: Mapping[str, Any]) -> None:
-        different = [key for key in _FLAGS if saved[key] != getattr(self.settings, key)]
+        flags = {**_FLAGS, **_OWN_FLAGS}
+        different = [key for key in flags if saved[key] != getattr(self.settings, key)]
         if not different:
             return
         lines = [
             f"  {key}: {saved[key]} in the checkpoint, {getattr(self.settings, key)} now"
-            f" (set by {_FLAGS[key]})"
+            f" (set by {flags[key]})"
             for key in different
         ]
         raise UserError(
@@ -189,6 +217,10 @@ def _check(settings: ScheduleSettings) -> None:
     problems = []
     if not 0.0 <= settings.min_lr <= settings.max_lr:
         problems.append(f"--min-lr {settings.min_lr} must be between 0 and --lr {settings.max_lr}")
+    if settings.decoupled_max_lr is not None:
+        low, high = settings.decoupled_min_lr, settings.decoupled_max_lr
+        if low is None or not 0.0 <= low <= high:
+            problems.append(f"--decoupled-min-lr {low} must be between 0 and --decoupled-lr {high}")
     if not settings.init_lr <= settings.max_lr:
         problems.append(f"--lr-warmup-init {settings.init_lr} exceeds --lr {settings.max_lr}")
     if settings.lr_decay_steps <= 0:
@@ -257,6 +289,8 @@ def build_schedule(config: Config, batch: BatchPlan) -> RateSchedule:
             init_lr=config.lr_warmup_init,
             wsd_decay_style=config.lr_wsd_decay_style,
             wsd_decay_steps=wsd,
+            decoupled_max_lr=config.decoupled_lr,
+            decoupled_min_lr=None if config.decoupled_lr is None else decoupled_min(config),
         )
     )
 

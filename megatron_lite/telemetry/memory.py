@@ -1,76 +1,51 @@
 """The memory ledger: bytes per rank, closed form, before anything is allocated.
 
 One function serves the start-up summary, the planner and the tests that compare it with
-measured bytes. State (parameters, gradients, masters, moments) is exact; activations are
-what the modules keep for the backward pass, without allocator overhead, temporaries of
-single operations and communication buffers.
+measured bytes. State (state_memory.py) is exact; activations are what the modules keep for
+the backward pass, without allocator overhead, temporaries of single operations and
+communication buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.telemetry.flops import local_kv_heads
+from megatron_lite.telemetry.state_memory import DTYPE_BYTES, StateBytes
 
 if TYPE_CHECKING:
     from megatron_lite.config.plan import ModelShape, ParallelShape, PrecisionShape
 
-DTYPE_BYTES: Mapping[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8": 1,
-    "uint8": 1,
-    "int64": 8,
-}
-
-MOMENTS: Mapping[str, int] = {"adam": 2, "sgd": 1, "sgd_plain": 0}
-
-
-@dataclass(frozen=True)
-class StateSharding:
-    """Over how many ranks each kind of state is divided (1 = replicated)."""
-
-    parameters: int = 1
-    gradients: int = 1
-    optimizer: int = 1
-
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """Bytes of one rank by purpose."""
+    """Bytes of one rank by purpose; `state` is exact, the others are estimates."""
 
-    parameters_bytes: int
-    main_grads_bytes: int
-    masters_bytes: int
-    moments_bytes: int
+    state: StateBytes
     activations_bytes: int
     logits_bytes: int
     messages_bytes: int = 0
 
     @property
-    def state_bytes(self) -> int:
-        """Parameters, gradients and optimizer state: what is there between steps."""
-        return (
-            self.parameters_bytes + self.main_grads_bytes + self.masters_bytes + self.moments_bytes
-        )
-
-    @property
     def total_bytes(self) -> int:
         """State, saved activations, messages of a pipeline and the logits chunk."""
         working = self.activations_bytes + self.messages_bytes + self.logits_bytes
-        return self.state_bytes + working
+        return self.state.resident + self.state.transient + working
 
     def rows(self) -> tuple[tuple[str, int], ...]:
         """(purpose, bytes) in printing order."""
+        state = self.state
+        passing = (
+            (f"gradient buckets (largest {state.largest_unit})", state.gradient_buckets),
+            (f"gathered parameters (largest {state.largest_unit})", state.gathered),
+        )
         return (
-            ("parameters", self.parameters_bytes),
-            ("main gradients", self.main_grads_bytes),
-            ("master weights", self.masters_bytes),
-            ("optimizer moments", self.moments_bytes),
+            ("parameters", state.parameters),
+            ("main gradients", state.main_grads),
+            ("master weights", state.masters),
+            ("optimizer moments", state.moments),
+            *(row for row in passing if row[1]),
             ("activations (estimate)", self.activations_bytes),
             *([("messages (estimate)", self.messages_bytes)] if self.messages_bytes else []),
             ("logits chunk (estimate)", self.logits_bytes),
@@ -80,35 +55,6 @@ class MemoryLedger:
 
 def _ceil_div(count: int, parts: int) -> int:
     return -(-count // parts)
-
-
-def estimate_state_bytes(
-    local_elements: Mapping[str, int],
-    precision: PrecisionShape,
-    *,
-    optimizer: str = "adam",
-    sharding: StateSharding | None = None,
-) -> tuple[int, int, int, int]:
-    """Bytes of parameters, main gradients, masters and moments on one rank.
-
-    Args:
-        local_elements: elements this rank holds, by the dtype they are stored in
-            (sum of `local_shape` over the specs, padding rows included).
-        precision: master and main-gradient dtypes. A parameter stored in the master
-            dtype has no separate master.
-        optimizer: "adam" (two moments), "sgd" (one momentum), "sgd_plain" (none).
-        sharding: ranks that share each kind of state; shards are rounded up.
-    """
-    cut = sharding or StateSharding()
-    parameters = grads = masters = moments = 0
-    for dtype, elements in local_elements.items():
-        owned = _ceil_div(elements, cut.optimizer)
-        parameters += _ceil_div(elements, cut.parameters) * DTYPE_BYTES[dtype]
-        grads += _ceil_div(elements, cut.gradients) * DTYPE_BYTES[precision.main_grad]
-        if dtype != precision.master:
-            masters += owned * DTYPE_BYTES[precision.master]
-        moments += MOMENTS[optimizer] * owned * DTYPE_BYTES[precision.master]
-    return parameters, grads, masters, moments
 
 
 @dataclass(frozen=True)
@@ -360,13 +306,11 @@ def estimate_memory(
     model: ModelShape,
     parallel: ParallelShape,
     precision: PrecisionShape,
-    local_elements: Mapping[str, int],
+    state: StateBytes,
     *,
     micro_batch_size: int,
     layers: int,
     has_head: bool = True,
-    optimizer: str = "adam",
-    sharding: StateSharding | None = None,
     recompute: str = "none",
     recomputed_layers: int | None = None,
     recompute_group: int = 1,
@@ -375,13 +319,10 @@ def estimate_memory(
     fused_attention: bool = True,
     native: bool = False,
 ) -> MemoryLedger:
-    """Fill the ledger of one rank. Arguments are those of the three estimates above.
+    """Fill the ledger of one rank. Arguments are those of the estimates above.
 
     `logits_chunk_tokens` None means the whole microbatch is one chunk.
     """
-    parameters, grads, masters, moments = estimate_state_bytes(
-        local_elements, precision, optimizer=optimizer, sharding=sharding
-    )
     shape = ActivationShape(model, parallel, precision, micro_batch_size, fused_attention, native)
     activations = estimate_activation_bytes(
         shape,
@@ -395,4 +336,4 @@ def estimate_memory(
     if logits_chunk_tokens is not None:
         chunk = min(chunk, logits_chunk_tokens)
     logits = estimate_logits_bytes(model, parallel, precision, chunk_tokens=chunk, native=native)
-    return MemoryLedger(parameters, grads, masters, moments, activations, logits if has_head else 0)
+    return MemoryLedger(state, activations, logits if has_head else 0)

@@ -40,19 +40,12 @@ from megatron_lite.mesh.recorder import Recorder
 from megatron_lite.model.gpt import GPTStage, StageOptions
 from megatron_lite.model.init import initial_value
 from megatron_lite.native.load import load_native, require_native
-from megatron_lite.optim.groups import param_group
 from megatron_lite.optim.optimizer import Optimizer, build_rule
 from megatron_lite.optim.schedule import build_schedule, samples_after
 from megatron_lite.pipeline.partition import StagePart
 from megatron_lite.pipeline.runner import Runner
 from megatron_lite.resilience.signals import StopDecision, StopSignals
-from megatron_lite.shard.buckets import MainGradients
-from megatron_lite.shard.buffers import FlatBuffers, trained
-from megatron_lite.shard.flat import build_layout, default_bucket_size
-from megatron_lite.shard.gather import build_weights
-from megatron_lite.shard.ownership import build_ownership
 from megatron_lite.spec.params import ParamSpec, model_spec
-from megatron_lite.spec.physical import PhysicalParam
 from megatron_lite.spec.stages import specs_on_rank
 from megatron_lite.telemetry.facade import Telemetry
 from megatron_lite.telemetry.flops import MachinePeak
@@ -60,6 +53,7 @@ from megatron_lite.telemetry.meters import measure_matmul_peak
 from megatron_lite.telemetry.timers import STEP_TIMERS, Timers
 from megatron_lite.train.agreement import check_agreement
 from megatron_lite.train.canary import check_canary
+from megatron_lite.train.data_axis import build_data_axis
 from megatron_lite.train.dump import DebugDump
 from megatron_lite.train.parts import Core, Parts
 from megatron_lite.train.pipeline import build_pipeline
@@ -206,15 +200,7 @@ def build_core(
     stage = build_stage(
         config, plan, here, groups, coordinates["dense"], device, pipeline.local_parts
     )
-    homes = {use: part.stage for part in reversed(pipeline.local_parts) for use in part.uses}
-    buffers = build_buffers(config, plan, stage, coordinates, groups, homes)
-    gathered = build_weights(
-        buffers,
-        [part.uses for part in pipeline.local_parts],
-        [part.backward_uses for part in pipeline.local_parts],
-        overlap=plan.sharding.overlap_gather,
-        reshard_after=plan.sharding.reshard_after,
-    )
+    data_axis = build_data_axis(config, plan, stage, coordinates, groups, pipeline)
     native, warning = False, ""
     if config.native_ops == "on":
         loaded = load_native()
@@ -230,16 +216,10 @@ def build_core(
         device=device,
         pipeline=pipeline,
         stage=stage,
-        buffers=buffers,
-        gathered=gathered,
-        gradients=MainGradients(
-            buffers,
-            groups,
-            overlap=plan.sharding.overlap_reduce,
-            sharded_accumulation=plan.sharding.sharded_accumulation,
-            homes=bucket_homes(buffers, homes),
-        ),
-        optimizer=Optimizer(buffers, build_rule(config), native, gathered),
+        buffers=data_axis.buffers,
+        gathered=data_axis.gathered,
+        gradients=data_axis.gradients,
+        optimizer=Optimizer(data_axis.buffers, build_rule(config), native, data_axis.gathered),
         rates=build_schedule(config, batch),
         native=native,
         native_warning=warning,
@@ -312,49 +292,6 @@ def build_stage(
         compile_layers=config.compile,
     )
     return GPTStage(plan, specs, groups, coordinate, device, options, parts)
-
-
-def build_buffers(
-    config: Config,
-    plan: Plan,
-    stage: GPTStage,
-    coordinates: Mapping[str, Mapping[str, int]],
-    groups: Groups,
-    homes: Mapping[str, int],
-) -> FlatBuffers:
-    """Move the stage's parameters into flat buffers.
-
-    Args:
-        homes: use-site -> stage of this rank.
-    """
-    params = {name: stage.param(name) for name in stage.physical}
-    ownership = build_ownership(plan.sharding.stage, groups)
-    by_use = plan.sharding.stage == 3  # gathered together, hence a bucket of their own
-
-    def unit_of(physical: PhysicalParam) -> str | int | None:
-        if by_use:
-            return physical.uses[0]
-        # Buckets that leave once per microbatch wait for one stage only.
-        return homes[physical.uses[0]] if plan.sharding.sharded_accumulation else None
-
-    layout = build_layout(
-        trained(list(stage.physical.values()), params),
-        dtype_of=lambda physical: plan.precision.compute,
-        group_of=param_group,
-        bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
-        shards=ownership.shards,
-        unit_of=unit_of,
-    )
-    return FlatBuffers(layout, params, coordinates, plan.parallel, plan.precision, ownership)
-
-
-def bucket_homes(buffers: FlatBuffers, homes: Mapping[str, int]) -> list[int]:
-    """Bucket -> the stage whose backward pass completes it: the first in the model."""
-    found = [
-        [homes[use] for name in bucket.names for use in buffers.layout.slots[name].physical.uses]
-        for bucket in buffers.layout.buckets
-    ]
-    return [min(stages) for stages in found]
 
 
 def measure_peak(core: Core) -> MachinePeak | None:

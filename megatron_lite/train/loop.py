@@ -45,6 +45,7 @@ def train(parts: Parts, state: TrainState, status: RunStatus) -> int:
     with collect_garbage(parts.config) as collect:
         while state.iteration < parts.plan.batch.train_iters:
             status.step, status.phase = state.iteration + 1, "training"
+            check_data(parts, state.iteration)
             report = run_step(parts, state)
             collect(state.iteration)
             if is_multiple(state.iteration, parts.plan.batch.eval_interval):
@@ -77,6 +78,14 @@ def run_step(parts: Parts, state: TrainState) -> StepReport:
     parts.saver.schedule.note_step(seconds)
     report_step(parts, report, seconds * 1e3)
     return report
+
+
+def check_data(parts: Parts, iteration: int) -> None:
+    """`--data-check-interval`: read one sampled block again, on each rank another one."""
+    interval = parts.config.data_check_interval
+    if is_multiple(iteration, interval):
+        world = parts.groups.world
+        parts.datasets.blocks.check(iteration // interval * world.size + world.rank)
 
 
 def evaluate_valid(parts: Parts, state: TrainState) -> None:

@@ -41,11 +41,8 @@ LAYOUTS: Mapping[str, Layout] = {
 PARALLEL = tuple(name for name in LAYOUTS if name != REFERENCE)
 # One layout per kind of cut, where a case is about something else.
 FEW = (REFERENCE, "tp2", "dp2", "tp2-sp-dp2")
-# Checkpoints go from each of these to each: a later axis adds its layouts here too.
-RESHARD = (
-    *(REFERENCE, "tp2", "tp4-sp", "dp2", "tp2-sp-dp2"),
-    *("pp2", "pp4", "pp2-v2", "zbv", "pp2-tp2-sp"),
-)
+# Checkpoints go from each of these to each: a later axis joins with its rows above.
+RESHARD = tuple(LAYOUTS)
 # Axis -> the flag with its size. "zero": whether anything is sharded over the data axis.
 AXIS_FLAGS = {
     "tp": "--tensor-model-parallel-size",

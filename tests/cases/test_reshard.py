@@ -1,6 +1,5 @@
 """Change of layout (RESHARD): a checkpoint means the same in every layout, bit for bit."""
 
-import functools
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch
 
 from megatron_lite.checkpoint.reader import open_checkpoint
 from megatron_lite.errors import UserError
-from megatron_lite.verify.classes import MATCH64
 from megatron_lite.verify.session import Layout
 from tests.cases.hops import (
     PRECISION,
@@ -19,7 +17,7 @@ from tests.cases.hops import (
     hop_in_pool,
     train_and_save,
 )
-from tests.cases.layouts import LAYOUTS, REFERENCE, RESHARD, axis_sizes, with_axes
+from tests.cases.layouts import LAYOUTS, REFERENCE, with_axes
 from tests.pool import RankPool
 
 NEAR_BF16 = (2e-2, 5e-2)  # of loss and gradient norm, against another layout's step
@@ -43,59 +41,6 @@ def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Save
     return find
 
 
-@pytest.fixture(scope="module")
-def next_step(
-    rank_pool: RankPool, saved: Saved, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[float, float]]:
-    """`next_step(precision)`: loss and gradient norm of step 3 in one process."""
-
-    @functools.cache
-    def find(precision: str) -> tuple[float, float]:
-        root, target = saved(precision, REFERENCE)[0], tmp_path_factory.mktemp("next") / "save"
-        return hop_in_pool(rank_pool, root, target, REFERENCE, *PRECISION[precision])
-
-    return find
-
-
-# bf16 has everything that is loaded, so each layout meets each; fp64 shows what bf16's
-# rounding would hide in the step that follows, from each layout to the next but one.
-ALL = [("bf16", source, RESHARD) for source in RESHARD]
-RING = [
-    ("fp64", source, tuple(RESHARD[(i + k) % len(RESHARD)] for k in (1, 2)))
-    for i, source in enumerate(RESHARD)
-]
-
-
-@pytest.mark.parametrize(("precision", "source", "targets"), [*ALL, *RING])
-def test_row_45_every_layout_loads_every_layouts_checkpoint_with_equal_bits(
-    rank_pool: RankPool,
-    tmp_path: Path,
-    saved: Saved,
-    next_step: Callable[[str], tuple[float, float]],
-    precision: str,
-    source: str,
-    targets: tuple[str, ...],
-) -> None:
-    root, wanted = saved(precision, source)
-    kinds = {name.split("/")[1] for name in open_checkpoint(root).names if "/" in name}
-    masters = {"master"} if precision == "bf16" else set()
-    assert kinds == {"exp_avg", "exp_avg_sq"} | masters
-    limits = NEAR_BF16 if precision == "bf16" else (MATCH64.loss, MATCH64.grad_norm)
-    for target in targets:
-        there = tmp_path / target
-        figures = hop_in_pool(rank_pool, root, there, target, *PRECISION[precision])
-        assert hash_of(there) == wanted, target
-        for found, expected, limit in zip(figures, next_step(precision), limits, strict=True):
-            assert found == pytest.approx(expected, rel=limit), target
-
-
-def test_the_matrix_has_a_layout_of_every_axis_of_the_table() -> None:
-    def cut(names: tuple[str, ...]) -> set[str]:
-        return {a for name in names for a, size in axis_sizes(LAYOUTS[name]).items() if size > 1}
-
-    assert cut(RESHARD) == cut(tuple(LAYOUTS))
-
-
 TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 128 --bf16"
 
 
@@ -113,6 +58,27 @@ def test_c027_hops_over_tensor_parallel_sizes_come_home_unchanged(
         for found, expected, limit in zip(figures, at_home, NEAR_BF16, strict=True):
             assert found == pytest.approx(expected, rel=limit), layout
     assert figures == at_home  # the same layout: step 5 has the same bits
+
+
+CHAINS = (
+    ("tp2", "dp2", "tp2"),
+    ("tp2-sp-dp2", "pp4", "tp4-sp", "zbv", "dp2", "pp2-tp2-sp", "pp2-v2", "tp2-sp-dp2"),
+)
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids="->".join)
+def test_row_45_hops_over_all_axes_come_home_unchanged(
+    rank_pool: RankPool, tmp_path: Path, saved: Saved, chain: tuple[str, ...]
+) -> None:
+    flags = PRECISION["bf16"]
+    root, wanted = saved("bf16", chain[0])
+    at_home = hop_in_pool(rank_pool, root, tmp_path / "home", chain[0], *flags)
+    for number, layout in enumerate(chain[1:], 1):
+        target = tmp_path / str(number)
+        figures = hop_in_pool(rank_pool, root, target, layout, *flags)
+        assert hash_of(target) == wanted, layout
+        root = target
+    assert figures == at_home  # the layout it began in: the next step has the same bits
 
 
 def test_a_hash_notices_one_changed_bit(rank_pool: RankPool, tmp_path: Path, saved: Saved) -> None:

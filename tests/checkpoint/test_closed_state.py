@@ -69,7 +69,7 @@ BY_LENGTH = "train_iters train_samples"  # of the schedules
 BY_LAYOUT = "micro_batch_size pipeline_schedule"
 # They change no number of a step.
 FREE = (
-    "eval_iters eval_interval eval_global_batch_size valid_data_path test_data_path "
+    "eval_iters eval_interval eval_global_batch_size eval_with_ema valid_data_path test_data_path "
     "data_cache_path num_workers create_attention_mask_in_dataloader mmap_bin_files "
     "skip_bad_records exit_interval exit_duration_in_mins exit_signal_handler manual_gc "
     "manual_gc_interval local_rank config_file print_config dry_run require_native debug_dump "
@@ -88,7 +88,7 @@ def test_every_flag_has_its_treatment_on_resume() -> None:
         [
             field.name
             for field in flag_fields(OptimizerConfig)
-            if field.name not in (*UPDATE_FIELDS, "optimizer")
+            if field.name not in (*UPDATE_FIELDS, "optimizer", "eval_with_ema")
         ],
         UPDATE_FIELDS,
         ARITHMETIC_FIELDS,

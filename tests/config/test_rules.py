@@ -202,6 +202,21 @@ CASES = [
     ("steps-unit", "--step-batch-size-schedule 0:4,1K:9", "batch-schedule"),
     ("dump", "--debug-dump-weights", "weights-need-dump"),
     ("resume", "--allow-resume-change seedling", "resume-fields"),
+    ("muon-steps", "--optimizer muon --muon-num-ns-steps 6", "muon-steps"),
+    ("muon-blocks", "--optimizer muon --muon-tp-mode blockwise", "muon-whole-matrices"),
+    ("muon-momentum", "--optimizer muon --muon-momentum 1", "fraction-muon-momentum"),
+    ("muon-unused", "--muon-nesterov", "optimizer-flags"),
+    ("adafactor-unused", "--optimizer sgd --adafactor-beta1 0.5", "optimizer-flags"),
+    ("group-words", "--param-group *.mlp.*", "param-groups"),
+    ("group-key", "--param-group *:lr=2", "param-groups"),
+    ("group-number", "--param-group *:lr_mult=-1", "param-groups"),
+    ("group-twice", "--param-group *:lr_mult=1,lr_mult=2", "param-groups"),
+    ("decoupled-min", "--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", "decoupled-min-lr"),
+    ("decoupled-min-lr", "--min-lr 1e-3 --decoupled-lr 1e-4", "decoupled-min-lr"),
+    ("decoupled-alone", "--decoupled-min-lr 1e-3", "decoupled-needs-lr"),
+    ("decoupled-init", "--lr-warmup-init 5e-4 --decoupled-lr 1e-4", "decoupled-warmup-init"),
+    ("average", "--eval-with-ema", "average-to-evaluate"),
+    ("average-one", "--weight-ema-decay 1", "fraction-weight-ema-decay"),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -25,8 +26,10 @@ from tests.model.reference import reference_logits
 ORIGIN = {"tp": 0, "cp": 0, "dp": 0, "pp": 0}
 
 
-def run_stage(plan, options=None, deferred=False):
+def run_stage(plan, options=None, deferred=False, frozen="(?!)"):
     stage, _ = build_stage(plan, options=options)
+    for name in stage.physical:
+        stage.param(name).requires_grad_(not re.match(frozen, name))
     tokens, labels, weights = sample_batch(plan.model)
     sink = PlainSink(stage)
     mb = build_context(plan, sink, weights, deferred=deferred)
@@ -93,6 +96,34 @@ def test_deferred_weight_gradients_equal_immediate_ones(model):
     _, _, _, deferred, _ = run_stage(build_plan_of(model), deferred=True)
     for name, grad in grads.items():
         assert torch.equal(grad, deferred[name]), name
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        r"embedding\.|decoder\.layers\.0\.",
+        r".*(linear_|layernorm)",
+        r"(?!decoder\.layers\.0\.mlp)",
+        r"output_layer|embedding\.word",
+    ],
+)
+def test_freezing_leaves_every_other_gradient_as_it_was(model, recompute, frozen):
+    plan = build_plan_of(model, recompute=recompute)
+    options = StageOptions(recompute_method="uniform", recompute_layers=1)
+    _, _, loss, grads, _ = run_stage(plan, options)
+    for deferred in (False, True):
+        stage, sink, again, some, _ = run_stage(plan, options, deferred, frozen)
+        assert torch.equal(loss, again)
+        counts = {name: sink.counts[id(stage.param(name))] for name in stage.physical}
+        assert 0 in counts.values() and any(counts.values())
+        for name, physical in stage.physical.items():
+            assert (counts[name] == 0) == bool(re.match(frozen, name))
+            for view in physical.views:
+                grad = some[view.spec.name]
+                expected = grads[view.spec.name] if counts[name] else torch.zeros_like(grad)
+                assert torch.equal(grad, expected), view.spec.name
 
 
 def test_chunks_of_the_loss_change_only_rounding(monkeypatch):

@@ -199,3 +199,53 @@ def test_an_increasing_weight_decay_needs_both_ends() -> None:
     config = Config(lr=1e-3, train_iters=10, weight_decay_incr_style="linear")
     with pytest.raises(UserError, match="--start-weight-decay"):
         build_schedule(config, batch_plan())
+
+
+def test_decoupled_rates_follow_the_same_shape_between_their_own_bounds() -> None:
+    shape = settings("cosine", decoupled_max_lr=4e-3, decoupled_min_lr=1e-3)
+    schedule = RateSchedule(shape)
+    for samples in (0, 5, 10, 40, 100, 101):
+        schedule.num_steps = samples
+        assert schedule.learning_rate == learning_rate_at(shape, samples)
+        own = settings("cosine", max_lr=4e-3, min_lr=1e-3)
+        assert schedule.decoupled_learning_rate == learning_rate_at(own, samples)
+    assert schedule.decoupled_learning_rate == 1e-3 != schedule.learning_rate
+
+
+def test_without_decoupled_lr_there_is_one_rate() -> None:
+    schedule = RateSchedule(settings("linear"))
+    for samples in (0, 25, 101):
+        schedule.num_steps = samples
+        assert schedule.decoupled_learning_rate == schedule.learning_rate
+
+
+def test_decoupled_flags_reach_the_schedule_and_min_lr_stands_in() -> None:
+    config = Config(lr=1e-3, min_lr=1e-4, train_iters=10, decoupled_lr=5e-3)
+    built = build_schedule(config, batch_plan()).settings
+    assert (built.decoupled_max_lr, built.decoupled_min_lr) == (5e-3, 1e-4)
+    config = Config(lr=1e-3, train_iters=10, decoupled_lr=5e-3, decoupled_min_lr=2e-3)
+    assert build_schedule(config, batch_plan()).settings.decoupled_min_lr == 2e-3
+    with pytest.raises(UserError, match=r"--decoupled-min-lr 0\.2 must be between 0 and"):
+        RateSchedule(settings("linear", decoupled_max_lr=0.1, decoupled_min_lr=0.2))
+
+
+def test_changed_decoupled_rates_are_refused_overridden_or_taken() -> None:
+    state = RateSchedule(settings("linear", decoupled_max_lr=4e-3, decoupled_min_lr=0.0))
+    saved = json.loads(json.dumps(state.state_dict() | {"num_steps": 7}))
+    with pytest.raises(UserError, match=r"decoupled_max_lr: 0\.004 in .* by --decoupled-lr\)"):
+        RateSchedule(settings("linear")).load_state_dict(saved)
+    kept = RateSchedule(settings("linear"))
+    kept.load_state_dict(saved, override=True)
+    assert (kept.settings.decoupled_max_lr, kept.num_steps) == (None, 7)
+    taken = RateSchedule(settings("linear"))
+    taken.load_state_dict(saved, use_checkpoint=True)
+    assert (taken.settings.decoupled_max_lr, taken.num_steps) == (4e-3, 7)
+
+
+def test_a_state_without_decoupled_rates_had_none() -> None:
+    saved = RateSchedule(settings("linear")).state_dict()
+    assert not [key for key in saved if key.startswith("decoupled")]
+    RateSchedule(settings("linear")).load_state_dict(saved)
+    other = RateSchedule(settings("linear", decoupled_max_lr=4e-3, decoupled_min_lr=0.0))
+    with pytest.raises(UserError, match="decoupled_max_lr: None in the checkpoint"):
+        other.load_state_dict(saved)

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from megatron_lite.telemetry.flops import MachinePeak
 from megatron_lite.telemetry.memory import MemoryLedger
+from megatron_lite.telemetry.state_memory import StateBytes
 from megatron_lite.telemetry.summary import SummaryFacts, build_summary
 from tests.telemetry.shapes import BF16, layout, tiny_model, tiny_plan
 
 FACTS = SummaryFacts(
     parameters=123_456,
     rank_parameters=((0, 0, 70_000), (1, 0, 70_000)),
-    ledgers=[MemoryLedger(2**20, 2**21, 0, 2**22, 2**19, 0)],
+    ledgers=[MemoryLedger(StateBytes(2**20, 2**21, 0, 2**22), 2**19, 0)],
     data={"training data": "a_text_document, 100 documents"},
     warnings=("--sequence-parallel is off at TP=1",),
 )

@@ -13,7 +13,9 @@ from megatron_lite.checkpoint import catalog, load
 from megatron_lite.checkpoint.reader import open_checkpoint
 from megatron_lite.data.indexed import bin_path
 from megatron_lite.data.writer import DatasetWriter
-from tests.pool import RankError, RankPool
+from megatron_lite.train.step import StepReport, TrainStep
+from tests.cases.ranks import program
+from tests.pool import RankError, RankPool, fork_ranks
 from tests.train.program import LAYOUTS, LLAMA, OWN_DATA, RUN, rows, train_rank
 from tests.train.test_state import printed
 
@@ -214,6 +216,38 @@ def test_row_48_a_data_file_that_is_gone_is_named_before_the_first_step(
     bin_path(corpus[1]).unlink()
     with pytest.raises(RankError, match=r"part0\.bin does not exist"):
         rank_pool.run(1, train_rank, argv=[*argv, "--load", str(tmp_path / "save")])
+
+
+def damage_at(step: int, path: str, place: int, argv: Sequence[str]) -> int:
+    """The program, on whose disk one byte rots while a step is under way."""
+    run = TrainStep.run
+
+    def run_and_rot(self: TrainStep) -> StepReport:
+        if self.state.iteration == step and self.parts.groups.world.rank == 0:
+            with Path(path).open("r+b") as file:
+                file.seek(place)
+                byte = file.read(1)[0]
+                file.seek(place)
+                file.write(bytes([byte ^ 1]))
+        return run(self)
+
+    with patch.object(TrainStep, "run", run_and_rot):
+        return program(argv)
+
+
+def test_row_48_a_byte_that_changes_during_the_run_ends_it_with_file_and_offset(
+    corpus: list[str],
+) -> None:
+    path = bin_path(corpus[3])
+    size, flags = LAYOUTS["dp2"]
+    argv = [*OWN, *flags, "--split", "1", "--data-path", *corpus, "--train-iters", "200"]
+    argv += ["--data-check-interval", "1"]
+    exits = fork_ranks(size, damage_at, 3, str(path), 5000, argv)
+    assert [found.code for found in exits] == [3] * size, exits
+    told = "".join(found.stderr for found in exits)
+    assert told.count(f"{path}: the block of 4096 bytes at offset ") == 1, told
+    offset = int(told.split("at offset ")[1].split()[0])
+    assert offset <= 5000 < offset + 4096
 
 
 # Flags of loading.

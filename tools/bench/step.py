@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -145,35 +146,39 @@ def calibrate(dtype: str) -> float:
     return 2 * 2 * 2048.0**3 / (time.process_time() - start)
 
 
-def work(case: str, dtype: str, directory: str, started: float) -> None:
+def serve(opened: AbstractContextManager[Callable[[], object]], dtype: str, started: float) -> None:
     """Child process: one step per line on stdin, one JSON row per step on stdout."""
+    answer = os.fdopen(os.dup(1), "w", buffering=1)
+    with contextlib.redirect_stdout(io.StringIO()), opened as step:
+        step()
+        answer.write(json.dumps({"first_step_s": time.time() - started}) + "\n")
+        for _ in sys.stdin:
+            rate = calibrate(dtype)
+            cpu, wall = time.process_time(), time.perf_counter()
+            step()
+            row = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
+            rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            answer.write(json.dumps({**row, "rate": rate, "rss_mib": rss}) + "\n")
+        os._exit(0)  # ranks need not take leave of each other
+
+
+def work(case: str, dtype: str, directory: str, started: float) -> None:
+    """Child process of a case."""
     import torch
 
     torch.set_num_threads(2 if case.endswith("2threads") else 1)
-    answer = os.fdopen(os.dup(1), "w", buffering=1)
     ours = case.startswith("ours")
-    with contextlib.redirect_stdout(io.StringIO()):
-        opened = our_step(case, dtype, directory) if ours else peer_step(case, dtype)
-        with opened as step:
-            step()
-            answer.write(json.dumps({"first_step_s": time.time() - started}) + "\n")
-            for _ in sys.stdin:
-                rate = calibrate(dtype)
-                cpu, wall = time.process_time(), time.perf_counter()
-                step()
-                row = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
-                rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-                answer.write(json.dumps({**row, "rate": rate, "rss_mib": rss}) + "\n")
-            os._exit(0)  # ranks need not take leave of each other
+    serve(our_step(case, dtype, directory) if ours else peer_step(case, dtype), dtype, started)
 
 
 class Case:
     """The processes of one case, driven in lock step."""
 
-    def __init__(self, name: str, dtype: str, directory: str) -> None:
+    def __init__(
+        self, name: str, dtype: str, directory: str, ranks: int, program: str = __file__
+    ) -> None:
         self.name = name
         self.rows: list[dict[str, float]] = []
-        ranks = 2 if name in PAIRED else 1
         root = Path(__file__).resolve().parents[2]
         self._processes = []
         for rank in range(ranks):
@@ -188,7 +193,7 @@ class Case:
                     "LOCAL_WORLD_SIZE": str(ranks),
                     "MLITE_RENDEZVOUS": meeting,
                 }
-            command = [sys.executable, __file__, "--worker", name, "--dtype", dtype,
+            command = [sys.executable, program, "--worker", name, "--dtype", dtype,
                        "--directory", directory, "--started", str(time.time())]  # fmt: skip
             self._processes.append(
                 subprocess.Popen(
@@ -287,7 +292,7 @@ def main() -> int:
         cases: list[Case] = []
         try:
             for name in args.cases:
-                cases.append(Case(name, args.dtype, directory))
+                cases.append(Case(name, args.dtype, directory, 2 if name in PAIRED else 1))
             for _ in range(args.rounds):
                 for case in cases:
                     case.step()
