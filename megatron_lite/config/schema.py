@@ -298,7 +298,7 @@ class OptimizerConfig:
 
     optimizer: str = flag(
         "adam",
-        "Update rule (adam decouples weight decay, as AdamW); adam and sgd so far.",
+        "Update rule (adam decouples decay, as AdamW); adam, sgd, muon, adafactor so far.",
         choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon", "adafactor"),
     )
     lr: float | None = flag(None, "Peak learning rate.")

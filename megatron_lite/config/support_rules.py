@@ -11,7 +11,7 @@ from megatron_lite.config.facts import Facts, Rule
 from megatron_lite.config.options import Option, build_options
 from megatron_lite.config.schema import Config
 
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("adam", "sgd", "muon", "adafactor")
 POSITIONS = ("learned_absolute", "rope", "none")
 TOKENIZERS = (
     "SentencePieceTokenizer",
@@ -19,8 +19,6 @@ TOKENIZERS = (
     "ByteLevelTokenizer",
     "NullTokenizer",
 )
-# Given values of these are refused until the optimizers read them.
-NOT_CONNECTED = ("param_group", "freeze", "weight_ema_decay")
 
 
 def shown(option: Option, value: object) -> str:
@@ -78,14 +76,7 @@ SUPPORT_RULES: tuple[Rule, ...] = (
     value_rule("tokenizer_type", TOKENIZERS),
     value_rule("dataloader_type", ("single",)),
     value_rule("nan_policy", ("skip", "stop")),
-    *(
-        Rule(
-            f"built-{field.replace('_', '-')}",
-            lambda f, field=field: bool(getattr(f.config, field)),  # type: ignore[misc]
-            lambda f, field=field: f"--{field.replace('_', '-')} is not yet supported",  # type: ignore[misc]
-        )
-        for field in NOT_CONNECTED
-    ),
+    value_rule("muon_scalar_optimizer", ("adam",)),
     Rule(
         "built-dry-run",
         lambda f: f.config.dry_run,

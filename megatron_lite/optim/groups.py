@@ -9,7 +9,7 @@ has the same ones in the same order, whichever parameters it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_lite.config.param_groups import GroupRule, match_patterns, parse_group_rule
@@ -30,7 +30,7 @@ class ParamGroup:
         lr_mult: factor of the scheduled learning rate.
         wd_mult: factor of the scheduled weight decay.
         decoupled: follows the schedule of `--decoupled-lr`.
-        matrix: updated as whole matrices (Muon); else element by element.
+        matrix: updated as whole matrices, or by their rows and columns; else by elements.
     """
 
     name: str
@@ -62,13 +62,13 @@ class Grouping:
         rules: of `--param-group`, in order.
         rule_of: logical name -> index of its rule.
         decoupled: whether `--decoupled-lr` is given.
-        matrices: whether the optimizer updates matrices as such.
+        is_matrix: which parameters the optimizer treats as matrices; None: no one.
     """
 
     rules: tuple[GroupRule, ...] = ()
     rule_of: Mapping[str, int] = field(default_factory=dict)
     decoupled: bool = False
-    matrices: bool = False
+    is_matrix: Callable[[ParamSpec], bool] | None = None
 
     def of_spec(self, spec: ParamSpec) -> ParamGroup:
         """The group of a logical parameter."""
@@ -76,7 +76,7 @@ class Grouping:
         lr_mult = 1.0 if rule is None or rule.lr_mult is None else rule.lr_mult
         wd_mult = float(spec.decay) if rule is None or rule.wd_mult is None else rule.wd_mult
         decoupled = self.decoupled and is_end(spec)
-        matrix = self.matrices and is_matrix(spec)
+        matrix = self.is_matrix is not None and self.is_matrix(spec)
         words = ["decayed" if wd_mult else "not_decayed"]
         words += ["matrix"] if matrix else []
         words += ["decoupled"] if decoupled else []
@@ -103,12 +103,31 @@ class Grouping:
 param_group = Grouping()
 
 
-def build_grouping(config: Config, specs: Sequence[ParamSpec]) -> Grouping:
+@dataclass(frozen=True)
+class StepRates:
+    """Scheduled rates of one update."""
+
+    lr: float
+    weight_decay: float
+    decoupled_lr: float
+
+    def of(self, group: ParamGroup) -> tuple[float, float]:
+        """Learning rate and weight decay of a group."""
+        lr = self.decoupled_lr if group.decoupled else self.lr
+        return lr * group.lr_mult, self.weight_decay * group.wd_mult
+
+
+def build_grouping(
+    config: Config,
+    specs: Sequence[ParamSpec],
+    is_matrix: Callable[[ParamSpec], bool] | None = None,
+) -> Grouping:
     """The grouping that the flags describe.
 
     Args:
         config: accepted by the rules.
         specs: every logical parameter of the model, not only this rank's.
+        is_matrix: which parameters the optimizer treats as matrices.
 
     Raises:
         UserError: a pattern matches nothing.
@@ -119,8 +138,7 @@ def build_grouping(config: Config, specs: Sequence[ParamSpec]) -> Grouping:
         rule_of = match_patterns([rule.pattern for rule in rules], names, "--param-group")
     except ValueError as fault:
         raise UserError(str(fault)) from None
-    matrices = config.optimizer == "muon"
-    return Grouping(rules, rule_of, config.decoupled_lr is not None, matrices)
+    return Grouping(rules, rule_of, config.decoupled_lr is not None, is_matrix)
 
 
 def frozen_names(config: Config, specs: Sequence[ParamSpec]) -> frozenset[str]:

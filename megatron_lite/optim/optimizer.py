@@ -1,46 +1,48 @@
 """The optimizer of one rank: masters, state, update, norm, and their logical pieces.
 
-All of it lies in flat tensors, one per bucket, as long as what this rank owns of the bucket,
-so a step is one fused call per optimizer group and no Python runs per parameter. Masters
-exist where their dtype differs from the compute dtype; otherwise the parameters are updated
-directly. Invariant: after every step and every `after_load` the compute parameters are the
-rounded masters, on the ranks that own them and, once gathered, on all.
+All of it lies in flat tensors, one per bucket, as long as what this rank owns of the bucket
+or of the groups in it, so elementwise rules make one fused call per optimizer group and no
+Python runs per parameter. Masters exist where their dtype differs from the compute dtype;
+otherwise the parameters are updated directly. Invariant: after every step and every
+`after_load` the compute parameters are the rounded masters, on the ranks that own them and,
+once gathered, on all.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_lite.config.schema import Config
-from megatron_lite.errors import UserError
-from megatron_lite.optim.adamw import AdamW
-from megatron_lite.optim.groups import ParamGroup
+from megatron_lite.optim.adafactor import Adafactor
+from megatron_lite.optim.average import WeightAverage
+from megatron_lite.optim.elementwise import ElementwiseUpdates, collect_groups
+from megatron_lite.optim.factored_updates import FactoredUpdates
+from megatron_lite.optim.frozen import FrozenParameters
+from megatron_lite.optim.groups import StepRates
+from megatron_lite.optim.matrix_updates import MatrixUpdates
 from megatron_lite.optim.norm import SquaredNorm
-from megatron_lite.optim.rules import UpdateRule
-from megatron_lite.optim.sgd import SGD
+from megatron_lite.optim.recipe import AVERAGE, MatrixRules, Recipe, Rule
+from megatron_lite.optim.segments import RankPlace, allocate_state, owned_segments
 from megatron_lite.shard.buffers import FlatBuffers
 from megatron_lite.shard.gather import ResidentWeights
 from megatron_lite.shard.pieces import StatePiece, norm_ranges, state_pieces
 
 
-@dataclass(frozen=True)
-class _GroupTensors:
-    """The segments of one optimizer group."""
+class Updates(Protocol):
+    """Some groups and the way they are updated; rounds what it updates."""
 
-    group: ParamGroup
-    weights: list[Tensor]
-    gradients: list[Tensor]
-    state: dict[str, list[Tensor]]
-    copies: list[Tensor | None]  # the parameters where masters are updated
+    def step(self, update: int, rates: StepRates, clip: float | Tensor) -> None:
+        """Make update number `update`, from 1, with gradients times `clip`."""
+        ...
 
 
 class Optimizer:
-    """Updates what this rank owns of the parameters of `buffers` by `rule`.
+    """Updates what this rank owns of the parameters of `buffers` by `recipe`.
 
     Initial weights go the way loaded ones do: write them into `weight_pieces()`, which are
     the masters where there are any, then call `after_load("master")`. A master made in the
@@ -50,40 +52,67 @@ class Optimizer:
     def __init__(
         self,
         buffers: FlatBuffers,
-        rule: UpdateRule,
+        recipe: Recipe | Rule,
         native: bool = False,
         gathered: ResidentWeights | None = None,
+        *,
+        place: RankPlace | None = None,
+        frozen: FrozenParameters | None = None,
     ) -> None:
         """Allocate masters and state.
 
         Args:
             buffers: parameters and main gradients.
-            rule: the update rule.
+            recipe: rules, groups, average; a rule alone is that of all parameters.
             native: update and sum by the native operations (none for fp64 on CUDA).
             gathered: told when owned parameters have changed.
+            place: of this rank; rules of matrices need it.
+            frozen: the parameters that are in no bucket.
         """
         self.buffers = buffers
-        self.rule = rule
+        self.recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+        self._frozen = frozen
         self._gathered = gathered or ResidentWeights()
         master = buffers.precision.master
-        self._native = native and not (buffers.device.type == "cuda" and master == "float64")
+        native = native and not (buffers.device.type == "cuda" and master == "float64")
         self.masters: dict[int, Tensor] = {
             index: buffers.zeros(index, master).copy_(values)
             for index, values in buffers.owned_values.items()
             if buffers.layout.buckets[index].key.dtype != master
         }
-        self.state: dict[str, dict[int, Tensor]] = {
-            kind: {index: buffers.zeros(index, master) for index in buffers.owned_values}
-            for kind in rule.kinds
-        }
-        # Shared by all segments; fp32 on the weights' device is what the fused kernels read.
-        self._step = torch.zeros((), dtype=torch.float32, device=buffers.device)
+        segments = owned_segments(buffers)
+        self.state = allocate_state(buffers, segments, self.recipe.kinds)
         self._updates = 0
-        self._groups = self._collect_groups()
+        self._groups = collect_groups(buffers, segments, self.weights, self.masters, self.state)
+        self._factored: FactoredUpdates | None = None
+        self._updaters: list[Updates] = []
+        rule = self.recipe.rule
+        if isinstance(rule, Adafactor):
+            assert place is not None
+            self._factored = FactoredUpdates(
+                rule, buffers, segments, self._groups, self.weights, self.state, place
+            )
+            self._updaters.append(self._factored)
+        else:
+            rules = [(self.recipe.elementwise(tensors.group), tensors) for tensors in self._groups]
+            parts = [(found, tensors) for found, tensors in rules if found is not None]
+            self._updaters.append(ElementwiseUpdates(parts, buffers.device, native))
+        if isinstance(rule, MatrixRules):
+            assert place is not None
+            matrices = [segment for segment in segments if segment.group.matrix]
+            self._updaters.append(
+                MatrixUpdates(
+                    rule.matrices, buffers, matrices, self.weights, self.masters, self.state,
+                    place.tensor_groups,
+                )
+            )  # fmt: skip
+        self._average: WeightAverage | None = None
+        if self.recipe.average_decay is not None:
+            self._average = WeightAverage(buffers, self.weights, self.recipe.average_decay)
         buckets = enumerate(buffers.layout.buckets)
         copies = {index: buffers.ownership.copies(bucket) for index, bucket in buckets}
         ranges = norm_ranges(buffers.pieces, buffers.windows, copies)
-        self.squared_norm = SquaredNorm(buffers.owned_gradients, ranges, self._native)
+        self.squared_norm = SquaredNorm(buffers.owned_gradients, ranges, native)
 
     @property
     def weights(self) -> dict[int, Tensor]:
@@ -96,85 +125,82 @@ class Optimizer:
         return self._updates
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, clip_coefficient: float | Tensor) -> None:
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        clip_coefficient: float | Tensor,
+        *,
+        decoupled_lr: float | None = None,
+    ) -> None:
         """Update all parameters by the main gradients.
 
         Args:
             lr: scheduled learning rate.
             weight_decay: scheduled weight decay.
             clip_coefficient: factor of the gradients; a 1.0 is not applied. Afterwards the
-                gradients are scaled, or not (native): nobody may read them.
+                gradients are scaled, or used up, or not (native): nobody may read them.
+            decoupled_lr: learning rate of groups with a schedule of their own; default `lr`.
 
-        Comm: see `gathered`.
+        Comm: see `gathered`, and the rules of matrices.
         """
         self._gathered.settle()  # a gather reads what is about to change
-        self._step += 1
         self._updates += 1
-        if self._native:
-            self._step_native(lr, weight_decay, clip_coefficient)
-        else:
-            self._step_plain(lr, weight_decay, clip_coefficient)
+        rates = StepRates(lr, weight_decay, lr if decoupled_lr is None else decoupled_lr)
+        for updater in self._updaters:
+            updater.step(self._updates, rates, clip_coefficient)
+        if self._average is not None:
+            self._average.update()
         self._gathered.updated()
-
-    def _step_plain(self, lr: float, weight_decay: float, clip_coefficient: float | Tensor) -> None:
-        scaled = isinstance(clip_coefficient, Tensor) or clip_coefficient != 1.0
-        for tensors in self._groups:
-            if scaled:
-                torch._foreach_mul_(tensors.gradients, clip_coefficient)
-            self.rule.update(
-                tensors.weights,
-                [g.to(w.dtype) for g, w in zip(tensors.gradients, tensors.weights, strict=True)],
-                tensors.state,
-                self._step,
-                lr=lr * tensors.group.lr_mult,
-                weight_decay=weight_decay * tensors.group.wd_mult,
-            )
-        self._round_masters()
-
-    def _step_native(self, lr: float, weight_decay: float, clip: float | Tensor) -> None:
-        dtype, device = getattr(torch, self.buffers.precision.master), self.buffers.device
-        given = isinstance(clip, Tensor) or clip != 1.0
-        scale = torch.as_tensor(clip, dtype=dtype, device=device) if given else None
-        for tensors in self._groups:
-            self.rule.update_native(
-                tensors.weights,
-                tensors.gradients,
-                tensors.state,
-                tensors.copies,
-                self._updates,
-                clip=scale,
-                lr=lr * tensors.group.lr_mult,
-                weight_decay=weight_decay * tensors.group.wd_mult,
-            )
 
     def state_pieces(self) -> Iterator[StatePiece]:
         """Logical pieces of parameters, masters and state, for checkpoints; all writable.
 
-        Kinds: "param" (compute dtype), "master" where masters exist, and the rule's own.
-        The update count is `updates`. A reader writes the tensors, then calls `after_load`.
+        Kinds: "param" (compute dtype), "master" where masters exist, and those of the
+        recipe. The update count is `updates`. A reader writes the tensors, then calls
+        `after_load`.
         """
         self._gathered.settle()
         yield from self.buffers.value_pieces()
-        owned = self.buffers.owned_pieces
+        if self._frozen is not None:
+            yield from self._frozen.state_pieces()
         if self.masters:
-            yield from state_pieces("master", self.masters, owned)
+            yield from state_pieces("master", self.masters, self.buffers.owned_pieces)
         for kind, tensors in self.state.items():
-            yield from state_pieces(kind, tensors, owned)
+            yield from tensors.state_pieces(kind)
+        if self._factored is not None:
+            yield from self._factored.state_pieces()
+        if self._average is not None:
+            yield from self._average.state_pieces(AVERAGE)
 
     def weight_pieces(self) -> Iterator[StatePiece]:
         """Owned logical weights in the best precision there is: masters, else parameters."""
         kind = "master" if self.masters else "param"
-        return state_pieces(kind, self.weights, self.buffers.owned_pieces)
+        yield from state_pieces(kind, self.weights, self.buffers.owned_pieces)
+        if self._frozen is not None:
+            yield from self._frozen.state_pieces()
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """A block in which the parameters are the moving average, where there is one.
+
+        Comm: see `gathered`, before and after.
+        """
+        if self._average is None:
+            return nullcontext()
+        return self._average.in_place(self._gathered)
 
     @torch.no_grad()
-    def after_load(self, written: str, updates: int | None = None) -> None:
-        """Make parameters and masters agree after their pieces were written.
+    def after_load(
+        self, written: str, updates: int | None = None, *, has_average: bool = False
+    ) -> None:
+        """Make parameters, masters and average agree after their pieces were written.
 
         Args:
             written: "master": the weights of `weight_pieces` are new, round them into the
                 parameters; "param": only parameters are new (weights without optimizer
                 state), widen them into the masters.
             updates: number of updates that the loaded state has seen; None leaves it.
+            has_average: the average was written too; else it begins at the weights.
 
         Comm: see `gathered`; nothing is under way afterwards.
         """
@@ -182,12 +208,14 @@ class Optimizer:
             for index, master in self.masters.items():
                 master.copy_(self.buffers.owned_values[index])
         elif written == "master":
-            self._round_masters()
+            for tensors in self._groups:
+                tensors.round()
         else:
             raise ValueError(f"written is {written!r}, neither 'master' nor 'param'")
         if updates is not None:
-            self._step.fill_(updates)
             self._updates = updates
+        if self._average is not None and not has_average:
+            self._average.restart()
         self._gathered.updated()
         self._gathered.settle()
 
@@ -199,41 +227,3 @@ class Optimizer:
             if count:
                 found[piece.spec.name] = count
         return found
-
-    def _round_masters(self) -> None:
-        indices = list(self.masters)
-        if indices:
-            owned = self.buffers.owned_values
-            masters = [self.masters[index] for index in indices]
-            torch._foreach_copy_([owned[index] for index in indices], masters)
-
-    def _collect_groups(self) -> list[_GroupTensors]:
-        weights = self.weights
-        collected: dict[ParamGroup, _GroupTensors] = {}
-        for segment in self.buffers.layout.segments:
-            group = segment.group
-            if not isinstance(group, ParamGroup):
-                raise TypeError(f"the layout was built with groups {type(group).__name__}")
-            tensors = collected.setdefault(
-                group, _GroupTensors(group, [], [], {kind: [] for kind in self.state}, [])
-            )
-            window = self.buffers.windows[segment.bucket].cut(segment.start, segment.stop)
-            if window.elements == 0:
-                continue
-            index, part = segment.bucket, slice(window.start, window.stop)
-            tensors.weights.append(weights[index][part])
-            tensors.gradients.append(self.buffers.owned_gradients[index][part])
-            for kind, buffers in self.state.items():
-                tensors.state[kind].append(buffers[index][part])
-            values = self.buffers.owned_values[index][part]
-            tensors.copies.append(values if index in self.masters else None)
-        return [tensors for tensors in collected.values() if tensors.weights]
-
-
-def build_rule(config: Config) -> UpdateRule:
-    """The update rule that `--optimizer` names."""
-    if config.optimizer == "adam":
-        return AdamW(config.adam_beta1, config.adam_beta2, config.adam_eps)
-    if config.optimizer == "sgd":
-        return SGD(config.sgd_momentum)
-    raise UserError(f"--optimizer {config.optimizer} is not supported; use adam or sgd")

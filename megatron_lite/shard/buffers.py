@@ -61,9 +61,7 @@ class FlatBuffers:
         self.windows = ownership.windows(layout.buckets)
         self.pieces: tuple[Piece, ...] = find_pieces(layout, coordinates, parallel)
         self.owned_pieces = cut_pieces(self.pieces, layout, ownership, coordinates, parallel)
-        self.device = (
-            next(iter(self.params.values())).device if self.params else torch.device("cpu")
-        )
+        self.device = next(iter(params.values())).device if params else torch.device("cpu")
         self.values: dict[int, Tensor] = {}
         self.owned_values: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
@@ -78,14 +76,14 @@ class FlatBuffers:
         bucket, window = self.layout.buckets[index], self.windows[index]
         stage = self.ownership.stage if self.ownership.is_cut(bucket) else 0
         owned = slice(window.start, window.stop)
-        values = self._zeros(bucket.elements, bucket.key.dtype)
+        values = self.new_zeros(bucket.elements, bucket.key.dtype)
         self._adopt(index, values)
         self.values[index] = values
         self.owned_values[index] = values[owned]
         if stage == 3:
             self.owned_values[index] = values[owned].clone()
             self.release_values(index)
-        gradients = self._zeros(bucket.elements, self.precision.main_grad)
+        gradients = self.new_zeros(bucket.elements, self.precision.main_grad)
         self.gradients[index] = gradients
         for name in bucket.names:  # now: without memory a tensor cannot be sliced
             slot = self.layout.slots[name]
@@ -135,9 +133,10 @@ class FlatBuffers:
 
     def zeros(self, index: int, dtype: str) -> Tensor:
         """A further tensor for what is owned of a bucket: masters, moments."""
-        return self._zeros(self.windows[index].elements, dtype)
+        return self.new_zeros(self.windows[index].elements, dtype)
 
-    def _zeros(self, elements: int, dtype: str) -> Tensor:
+    def new_zeros(self, elements: int, dtype: str) -> Tensor:
+        """Zeros on the device of the parameters."""
         return torch.zeros(elements, dtype=getattr(torch, dtype), device=self.device)
 
     def gradient_of(self, name: str) -> Tensor:

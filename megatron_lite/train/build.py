@@ -40,7 +40,8 @@ from megatron_lite.mesh.recorder import Recorder
 from megatron_lite.model.gpt import GPTStage, StageOptions
 from megatron_lite.model.init import initial_value
 from megatron_lite.native.load import load_native, require_native
-from megatron_lite.optim.optimizer import Optimizer, build_rule
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.optim.recipe import build_recipe
 from megatron_lite.optim.schedule import build_schedule, samples_after
 from megatron_lite.pipeline.partition import StagePart
 from megatron_lite.pipeline.runner import Runner
@@ -200,7 +201,8 @@ def build_core(
     stage = build_stage(
         config, plan, here, groups, coordinates["dense"], device, pipeline.local_parts
     )
-    data_axis = build_data_axis(config, plan, stage, coordinates, groups, pipeline)
+    recipe = build_recipe(config, specs)
+    data_axis = build_data_axis(config, plan, stage, coordinates, groups, pipeline, recipe)
     native, warning = False, ""
     if config.native_ops == "on":
         loaded = load_native()
@@ -219,7 +221,14 @@ def build_core(
         buffers=data_axis.buffers,
         gathered=data_axis.gathered,
         gradients=data_axis.gradients,
-        optimizer=Optimizer(data_axis.buffers, build_rule(config), native, data_axis.gathered),
+        optimizer=Optimizer(
+            data_axis.buffers,
+            recipe,
+            native,
+            data_axis.gathered,
+            place=data_axis.place,
+            frozen=data_axis.frozen,
+        ),
         rates=build_schedule(config, batch),
         native=native,
         native_warning=warning,

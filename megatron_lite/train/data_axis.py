@@ -14,7 +14,9 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.config.schema import Config
 from megatron_lite.mesh.groups import Groups
 from megatron_lite.model.gpt import GPTStage
-from megatron_lite.optim.groups import param_group
+from megatron_lite.optim.frozen import FrozenParameters, freeze_parameters
+from megatron_lite.optim.recipe import Recipe
+from megatron_lite.optim.segments import RankPlace
 from megatron_lite.shard.buckets import MainGradients
 from megatron_lite.shard.buffers import FlatBuffers, trained
 from megatron_lite.shard.flat import FlatLayout, build_layout, default_bucket_size
@@ -31,6 +33,8 @@ class DataAxis:
     buffers: FlatBuffers
     gathered: ResidentWeights
     gradients: MainGradients
+    frozen: FrozenParameters
+    place: RankPlace
 
 
 def build_data_axis(
@@ -40,9 +44,13 @@ def build_data_axis(
     coordinates: Mapping[str, Mapping[str, int]],
     groups: Groups,
     pipeline: Pipeline,
+    recipe: Recipe,
 ) -> DataAxis:
-    """Move the stage's parameters into buckets."""
+    """Move the stage's trained parameters into buckets."""
     params = {name: stage.param(name) for name in stage.physical}
+    physicals = list(stage.physical.values())
+    place = RankPlace(coordinates, plan.parallel, {"dense": groups.tp, "expert": groups.etp})
+    frozen = freeze_parameters(physicals, params, recipe.frozen, place)
     sharding, parts = plan.sharding, pipeline.local_parts
     homes = {use: part.stage for part in parts for use in part.uses}
     ownership = build_ownership(sharding.stage, groups)
@@ -53,9 +61,9 @@ def build_data_axis(
         return homes[physical.uses[0]] if sharding.sharded_accumulation else None
 
     layout = build_layout(
-        trained(list(stage.physical.values()), params),
+        trained(physicals, params),
         dtype_of=lambda physical: plan.precision.compute,
-        group_of=param_group,
+        group_of=recipe.grouping,
         bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
         shards=ownership.shards,
         unit_of=unit_of,
@@ -75,7 +83,7 @@ def build_data_axis(
         sharded_accumulation=sharding.sharded_accumulation,
         homes=_bucket_homes(layout, homes),
     )
-    return DataAxis(buffers, gathered, gradients)
+    return DataAxis(buffers, gathered, gradients, frozen, place)
 
 
 def _bucket_homes(layout: FlatLayout, homes: Mapping[str, int]) -> list[int]:

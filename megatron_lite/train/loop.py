@@ -9,15 +9,16 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from megatron_lite.config.schema import Config
+from megatron_lite.data.build import TrainableDataset
 from megatron_lite.errors import RunStopped, UserError
 from megatron_lite.mesh.launch import RunStatus
 from megatron_lite.resilience.signals import StopOrder, has_news
 from megatron_lite.telemetry.records import ValidRow
 from megatron_lite.train.dump import dump_start
-from megatron_lite.train.evaluate import evaluate
+from megatron_lite.train.evaluate import Evaluation, evaluate
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.report import report_step
 from megatron_lite.train.state import TrainState
@@ -94,10 +95,19 @@ def evaluate_valid(parts: Parts, state: TrainState) -> None:
     if dataset is None or batch.eval_iters == 0:
         return
     with parts.timers.measure("evaluate"):
-        result = evaluate(parts, dataset, state.consumed_valid_samples, state.iteration)
+        result = evaluate_part(parts, dataset, state.consumed_valid_samples, state.iteration)
     state.consumed_valid_samples += batch.eval_iters * batch.eval_global_batch_size
     row = ValidRow(state.iteration, "valid", result.lm_loss, result.valid_tokens)
     parts.telemetry.valid(row)
+
+
+def evaluate_part(
+    parts: Parts, dataset: TrainableDataset, consumed_samples: int, iteration: int
+) -> Evaluation:
+    """Evaluate the weights, or with `--eval-with-ema` their moving average."""
+    optimizer, is_average = parts.optimizer, parts.config.eval_with_ema
+    with optimizer.averaged_weights() if is_average else nullcontext():
+        return evaluate(parts, dataset, consumed_samples, iteration)
 
 
 def finish(parts: Parts, state: TrainState, evaluated_at: int | None) -> None:
@@ -105,7 +115,7 @@ def finish(parts: Parts, state: TrainState, evaluated_at: int | None) -> None:
     if evaluated_at != state.iteration:
         evaluate_valid(parts, state)
     if parts.datasets.test is not None and parts.plan.batch.eval_iters > 0:
-        result = evaluate(parts, parts.datasets.test, 0, state.iteration)
+        result = evaluate_part(parts, parts.datasets.test, 0, state.iteration)
         row = ValidRow(state.iteration, "test", result.lm_loss, result.valid_tokens)
         parts.telemetry.valid(row)
 

@@ -31,6 +31,7 @@ from megatron_lite.checkpoint.resume import (
 from megatron_lite.checkpoint.state import check_state, is_converted
 from megatron_lite.checkpoint.stores import local_path, same_place
 from megatron_lite.errors import UserError
+from megatron_lite.optim.recipe import AVERAGE
 from megatron_lite.optim.schedule import RateSchedule
 from megatron_lite.shard.pieces import StatePiece
 from megatron_lite.train.parts import Core
@@ -226,9 +227,14 @@ def _stored_names(
     weights = [n for n, held in pieces.items() if held[0].kind == "param" and n not in left]
     compute = core.stage.dtype
     widened = [n for n in weights if checkpoint.dtype(n).itemsize > compute.itemsize]
+    wanted = {name: name for name in weights}
     if core.optimizer.masters and widened:
-        return {f"optim/master/{name}": name for name in weights}
-    return {name: name for name in weights}
+        masters = {f"optim/master/{name}": name for name in weights}
+        # Frozen weights have none.
+        wanted = {k: name for k, name in masters.items() if k in pieces} | {
+            name: name for name in weights if f"optim/master/{name}" not in pieces
+        }
+    return wanted
 
 
 def _continue_schedules(core: Core, rates: RateSchedule, saved: Mapping[str, Any]) -> None:
@@ -252,17 +258,19 @@ def _expected(
     core: Core, weights_only: bool
 ) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
     """Every tensor that the run wants to load, over all ranks: from the specs alone."""
-    precision, optimizer = core.plan.precision, core.optimizer
-    kinds = {"": precision.compute}
-    if not weights_only:
-        if optimizer.masters:
-            kinds["optim/master/"] = precision.master
-        kinds |= {f"optim/{kind}/": precision.master for kind in optimizer.state}
-    return {
-        f"{prefix}{spec.name}": (dtype, spec.shape)
-        for prefix, dtype in kinds.items()
-        for spec in core.specs
+    precision, recipe = core.plan.precision, core.optimizer.recipe
+    found: dict[str, tuple[torch.dtype | str, tuple[int, ...]]] = {
+        spec.name: (precision.compute, spec.shape) for spec in core.specs
     }
+    if weights_only:
+        return found
+    for spec in core.specs:
+        shapes = recipe.state_shapes(spec)
+        if precision.master != precision.compute and spec.name not in recipe.frozen:
+            shapes["master"] = spec.shape
+        for kind, shape in shapes.items():
+            found[f"optim/{kind}/{spec.name}"] = (precision.master, shape)
+    return found
 
 
 def _apply(core: Core, checkpoint: Checkpoint, source: _Source, content: _Content) -> None:
@@ -275,5 +283,9 @@ def _apply(core: Core, checkpoint: Checkpoint, source: _Source, content: _Conten
     with torch.no_grad():
         for piece, value in content.values:
             piece.tensor.copy_(value)
-    masters = any(piece.kind == "master" for piece, _ in content.values)
-    core.optimizer.after_load("master" if masters else "param", updates=state.updates)
+    kinds = {piece.kind for piece, _ in content.values}
+    core.optimizer.after_load(
+        "master" if "master" in kinds else "param",
+        updates=state.updates,
+        has_average=AVERAGE in kinds,
+    )

@@ -188,7 +188,12 @@ class TrainStep:
         self.learning_rate = self.parts.rates.learning_rate
         self.weight_decay = self.parts.rates.weight_decay
         if self.verdict.action == UPDATE:
-            self.parts.optimizer.step(self.learning_rate, self.weight_decay, self.coefficient)
+            self.parts.optimizer.step(
+                self.learning_rate,
+                self.weight_decay,
+                self.coefficient,
+                decoupled_lr=self.parts.rates.decoupled_learning_rate,
+            )
         if self.parts.dump is not None:
             write_dump(self.parts.dump, self)
 

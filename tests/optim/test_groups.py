@@ -11,11 +11,11 @@ from megatron_lite.errors import UserError
 from megatron_lite.optim.groups import (
     DECAYED,
     NOT_DECAYED,
-    build_grouping,
     frozen_names,
     is_frozen,
     param_group,
 )
+from megatron_lite.optim.recipe import build_recipe
 from megatron_lite.spec.params import ParamSpec, model_spec
 from megatron_lite.spec.physical import physical_params
 from tests.shard.stand import model_shape, parallel_shape
@@ -26,7 +26,7 @@ BY_NAME = {spec.name: spec for spec in SPECS}
 
 
 def groups(*rules: str, **fields: Any) -> dict[str, Any]:
-    grouping = build_grouping(Config(param_group=rules, **fields), SPECS)
+    grouping = build_recipe(Config(param_group=rules, **fields), SPECS).grouping
     return {name: grouping(physical) for name, physical in PHYSICALS.items()}
 
 
@@ -70,8 +70,8 @@ def test_decoupled_rates_are_for_embeddings_and_output() -> None:
 def test_the_ends_of_a_tied_model_are_ends_on_every_stage() -> None:
     for uses in (("embedding", "head"), ("embedding",), ("head",)):
         spec = ParamSpec("w", (4, 4), uses=uses, matrix=(4, 4))
-        grouping = build_grouping(Config(optimizer="muon", decoupled_lr=1.0), [spec])
-        group = grouping.of_spec(spec)
+        recipe = build_recipe(Config(optimizer="muon", decoupled_lr=1.0), [spec])
+        group = recipe.grouping.of_spec(spec)
         assert group.decoupled and not group.matrix
 
 
