@@ -167,6 +167,8 @@ CASES = [
     ("retain", "--save out --save-interval 10 --save-retain-interval 15", "retain-multiple"),
     ("keep", "--keep-last 2", "keep-needs-save"),
     ("url-key", "--load s3://KEY:SECRET@bucket/run", "url-credentials"),
+    ("url-slash", "--load file:/runs/a", "url-spelling"),
+    ("url-bucket", "--save s3:// --save-interval 5", "url-spelling"),
     ("url-token", "--save gs://b/run?token=SECRET --save-interval 5", "url-credentials"),
     ("memory-save", "--save memory://run --save-interval 5", "save-outlives-run"),
     ("ckpt-step", "--ckpt-step 5", "step-needs-load"),
