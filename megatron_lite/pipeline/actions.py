@@ -29,7 +29,6 @@ class Kind(Enum):
     LOCAL_B = "LOCAL_B"  # activation gradients to the previous stage, which this rank holds too
     UNSHARD = "UNSHARD"  # gather the stage's parameters
     RESHARD = "RESHARD"  # drop what UNSHARD gathered
-    TIE = "TIE"  # add the tied embedding's gradients of the first and the last stage
     REDUCE = "REDUCE"  # the stage's gradients are complete: reduce them
     NORM = "NORM"  # closing reduction: global norm, counts, votes
     STEP = "STEP"  # update the stage's parameters, or skip everywhere

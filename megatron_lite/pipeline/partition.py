@@ -80,18 +80,6 @@ class Split:
     with_loss: bool = False
 
 
-def layers_of_rank(
-    parts: Sequence[StagePart], placement: Sequence[int], rank: int
-) -> tuple[int, ...]:
-    """Return the global layer indices that a rank holds, in the order of its stages."""
-    return tuple(
-        layer
-        for part, holder in zip(parts, placement, strict=True)
-        if holder == rank
-        for layer in part.layers
-    )
-
-
 def check_parts(parts: Sequence[StagePart], num_layers: int, num_mtp: int = 0) -> None:
     """Check that every layer is on exactly one stage, in order, and the ends at the ends.
 

@@ -8,7 +8,7 @@ even if every send waited for its receive, and messages of a channel keep their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -41,43 +41,6 @@ def drop_padding(rows: Rows, num_microbatches: int) -> Rows:
     return [
         [action for action in row if (action.microbatch or 0) < num_microbatches] for row in rows
     ]
-
-
-def split_backward(rows: Rows) -> Rows:
-    """Replace each B by I and W."""
-    return [
-        [
-            Action(kind, action.stage, action.microbatch)
-            for action in row
-            for kind in ((Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,))
-        ]
-        for row in rows
-    ]
-
-
-def merge_backward(rows: Rows, is_merged: Callable[[int], bool] = lambda stage: True) -> Rows:
-    """Replace I directly followed by its W by B, on the chosen stages.
-
-    The input gradient then leaves after the weight gradient, except on stage 0, which
-    sends none: there merging costs nothing.
-    """
-    merged: Rows = []
-    for row in rows:
-        kept: list[Action] = []
-        for action in row:
-            before = kept[-1] if kept else None
-            stage = action.stage
-            if (
-                action.kind is Kind.W
-                and before == Action(Kind.I, stage, action.microbatch)
-                and stage is not None
-                and is_merged(stage)
-            ):
-                kept[-1] = Action(Kind.B, stage, action.microbatch)
-            else:
-                kept.append(action)
-        merged.append(kept)
-    return merged
 
 
 def insert_transfers(rows: Rows, placement: Sequence[int], costs: Costs | None = None) -> Rows:
@@ -123,15 +86,13 @@ def insert_transfers(rows: Rows, placement: Sequence[int], costs: Costs | None =
 _PRODUCERS = frozenset((Kind.F, Kind.I, Kind.B))
 
 
-def insert_closing(rows: Rows, placement: Sequence[int], *, tied: bool = False) -> Rows:
+def insert_closing(rows: Rows, placement: Sequence[int]) -> Rows:
     """Add REDUCE after each stage's last weight gradient, then NORM and the STEPs.
 
-    The ends of a tied model are reduced when their rank has computed everything: if both
-    are on one rank, they share a gradient; else TIE adds the two copies first, in full, and
-    as late as that, because the other end may still need this rank's input gradients.
+    Tied ends need nothing here: on one rank they are one gradient, whose bucket is complete
+    with the last use-site's contribution; on two, the copies are added while NORM waits for
+    the reductions, when nobody needs this rank's input gradients any more.
     """
-    ends_of_model = {0, len(placement) - 1} if tied and len(placement) > 1 else set()
-    remote = bool(ends_of_model) and placement[0] != placement[-1]
     result: Rows = []
     for rank, row in enumerate(rows):
         stages = [stage for stage, holder in enumerate(placement) if holder == rank]
@@ -144,12 +105,8 @@ def insert_closing(rows: Rows, placement: Sequence[int], *, tied: bool = False) 
         closed: list[Action] = []
         for index, action in enumerate(row):
             closed.append(action)
-            if index in ends and ends[index] not in ends_of_model:
+            if index in ends:
                 closed.append(Action(Kind.REDUCE, ends[index]))
-        late = [stage for stage in stages if stage in ends_of_model]
-        if remote:
-            closed += [Action(Kind.TIE, stage) for stage in late]
-        closed += [Action(Kind.REDUCE, stage) for stage in late]
         closed.append(Action(Kind.NORM))
         closed += [Action(Kind.STEP, stage) for stage in stages]
         result.append(closed)
@@ -184,14 +141,12 @@ def assemble(
     costs: Costs | None = None,
     *,
     unshard: bool = False,
-    tied: bool = False,
 ) -> Schedule:
     """Make the complete table of an order of computations.
 
     Args:
         costs: expected; they only decide where receives are posted.
         unshard: parameters are sharded and gathered around the step.
-        tied: the first and the last stage share the embedding.
 
     Raises:
         ValueError: no rank order of the computations exists, or there is nothing to do.
@@ -201,7 +156,7 @@ def assemble(
     rows = insert_transfers(order.rows, order.placement, costs)
     if unshard:
         rows = insert_unshards(rows)
-    rows = insert_closing(rows, order.placement, tied=tied)
+    rows = insert_closing(rows, order.placement)
     return Schedule(
         name,
         num_microbatches,

@@ -36,7 +36,7 @@ MAX_ACTIONS = 8 * 2**20
 _KEYS = ("format", "name", "num_microbatches", "placement", "bounds", "forward_only", "ranks")
 _REQUIRED = ("format", "num_microbatches", "placement", "ranks")
 _TORCH = re.compile(r"([0-9]{1,9})(F|I|W|B)([0-9]{1,9})")
-_CLOSING = (Kind.TIE, Kind.REDUCE, Kind.NORM, Kind.STEP)
+_CLOSING = (Kind.REDUCE, Kind.NORM, Kind.STEP)
 
 
 def format_json(schedule: Schedule) -> str:

@@ -22,7 +22,6 @@ _Places: TypeAlias = Mapping[tuple[Kind, int | None, int | None], int]
 
 _COMPUTE, _TRANSFER = frozenset(COMPUTE), frozenset(TRANSFER)
 _OUTPUT = frozenset((Kind.SEND_F, Kind.SEND_B, Kind.LOCAL_F, Kind.LOCAL_B))
-_MEETING = frozenset((*TRANSFER, Kind.TIE))
 _GATHER = frozenset((Kind.UNSHARD, Kind.RESHARD))
 _MAX_TOLD = 10
 
@@ -105,9 +104,7 @@ def _check_rank(schedule: Schedule, rank: int) -> list[str]:
         expected += proof.expected
     if not schedule.forward_only:
         problems += _check_closing(rank, stages, actions, places)
-        problems += _check_ties(schedule, rank, places)
         expected += 1 + 2 * len(stages)
-        expected += sum((Kind.TIE, stage, None) in places for stage in stages)
     expected += sum(action.kind in _GATHER for action in actions)
     if not problems:
         problems += _check_gathers(rank, actions)
@@ -141,20 +138,6 @@ def _check_closing(
     for action in actions[norm + 1 :]:
         if action.kind not in (Kind.STEP, Kind.NORM):
             yield f"rank {rank}: {action} comes after NORM"
-
-
-def _check_ties(schedule: Schedule, rank: int, places: _Places) -> Iterator[str]:
-    """TIE is of the two ends, on different ranks, after their last W and before REDUCE."""
-    ends = (0, schedule.num_stages - 1)
-    apart = schedule.placement[0] != schedule.placement[-1]
-    for stage in schedule.stages_of(rank):
-        tie = places.get((Kind.TIE, stage, None))
-        if tie is None:
-            continue
-        if stage not in ends or not apart:
-            yield f"rank {rank}: TIE{stage}, but only ends of the model on two ranks are added"
-        elif tie > places.get((Kind.REDUCE, stage, None), -1):
-            yield f"rank {rank}: TIE{stage} comes after REDUCE{stage}"
 
 
 def _check_gathers(rank: int, actions: Sequence[Action]) -> Iterator[str]:
@@ -214,7 +197,7 @@ class _StageProof:
     def check(self) -> list[str]:
         """Return what is wrong."""
         stage = self.stage
-        closing = [self.places.get((kind, stage, None)) for kind in (Kind.TIE, Kind.REDUCE)]
+        reduce = self.places.get((Kind.REDUCE, stage, None))
         problems: list[str] = []
         previous = [-1, -1, -1]  # places of the latest F, I and W (or B)
         for microbatch in range(self.schedule.num_microbatches):
@@ -239,8 +222,8 @@ class _StageProof:
             if any(place < before for place, before in zip(work, previous, strict=False)):
                 problems.append(f"{where}: work comes before that of an earlier microbatch")
             previous = work
-            if any(place is not None and work[-1] > place for place in closing):
-                problems.append(f"{where}: its weight gradient comes after REDUCE{stage} or TIE")
+            if reduce is not None and work[-1] > reduce:
+                problems.append(f"{where}: its weight gradient comes after REDUCE{stage}")
             problems += self.late_outputs(where, needed, found)
         return problems
 
@@ -293,7 +276,7 @@ def _check_rendezvous(schedule: Schedule) -> Iterator[str]:
     communicators that execute their operations in the order of issue, because each of
     them only waits for a part of what this one waits for.
     """
-    lists = [[a for a in actions if a.kind in _MEETING] for actions in schedule.ranks]
+    lists = [[a for a in actions if a.kind in _TRANSFER] for actions in schedule.ranks]
     placement = schedule.placement
     position = [0] * len(lists)
     candidates = list(range(len(lists)))
@@ -303,7 +286,7 @@ def _check_rendezvous(schedule: Schedule) -> Iterator[str]:
             action = lists[rank][position[rank]]
             other = _other_rank(action, placement)
             at = position[other]
-            if at == len(lists[other]) or not _meet(action, lists[other][at]):
+            if at == len(lists[other]) or not are_partners(action, lists[other][at]):
                 break
             position[rank] += 1
             position[other] += 1
@@ -311,22 +294,12 @@ def _check_rendezvous(schedule: Schedule) -> Iterator[str]:
     for rank, transfers in enumerate(lists):
         if position[rank] < len(transfers):
             action = transfers[position[rank]]
-            partner = "the other TIE" if action.kind is Kind.TIE else partner_of(action)
-            yield f"rank {rank} is stuck at {action}: {partner} is never reached"
+            yield f"rank {rank} is stuck at {action}: {partner_of(action)} is never reached"
 
 
 def _other_rank(action: Action, placement: Sequence[int]) -> int:
-    """The rank that holds the other end of a transfer or a TIE."""
+    """The rank that holds the other end of a transfer."""
     stage = action.stage
     assert stage is not None
-    if action.kind is Kind.TIE:
-        return placement[-1 if stage == 0 else 0]
     step = 1 if action.kind is Kind.SEND_F or action.kind is Kind.RECV_B else -1
     return placement[stage + step]
-
-
-def _meet(one: Action, other: Action) -> bool:
-    """Whether two actions of different ranks are the two ends of one communication."""
-    if one.kind is Kind.TIE:
-        return other.kind is Kind.TIE
-    return are_partners(one, other)

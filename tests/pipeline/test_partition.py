@@ -1,5 +1,6 @@
 """The cut in depth: every layer once, in order, or a message with the numbers."""
 
+from collections.abc import Sequence
 from itertools import accumulate, combinations, pairwise
 
 import pytest
@@ -12,11 +13,17 @@ from megatron_lite.pipeline.partition import (
     StagePart,
     balance_layers,
     check_parts,
-    layers_of_rank,
     parse_layout,
     split_layers,
 )
 from megatron_lite.pipeline.placement import looping, v_shape
+
+
+def layers_of_rank(
+    parts: Sequence[StagePart], placement: Sequence[int], rank: int
+) -> tuple[int, ...]:
+    held = [part.layers for part in parts if placement[part.stage] == rank]
+    return tuple(layer for layers in held for layer in layers)
 
 
 def counts(parts: tuple[StagePart, ...]) -> list[int]:

@@ -7,15 +7,10 @@ import pytest
 from megatron_lite.pipeline.actions import Action, Kind
 from megatron_lite.pipeline.costs import Costs, equal_costs
 from megatron_lite.pipeline.passes import (
-    Order,
-    assemble,
     drop_padding,
-    merge_backward,
-    split_backward,
 )
 from megatron_lite.pipeline.schedules import SCHEDULES, Options
 from megatron_lite.pipeline.simulate import live_counts, simulate
-from megatron_lite.pipeline.verify import check_schedule
 
 
 def test_figures_of_two_ranks_by_hand() -> None:
@@ -126,35 +121,6 @@ def test_impossible_costs_are_refused(bad: float) -> None:
 def test_costs_of_other_stages_are_refused() -> None:
     with pytest.raises(ValueError, match="costs of 3 stages for 2"):
         simulate(SCHEDULES["1f1b"](2, 1, 2), equal_costs(3))
-
-
-def test_split_and_merge_are_inverse_where_w_follows_i() -> None:
-    rows = [[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)], [Action(Kind.F, 1, 0)]]
-    split = split_backward(rows)
-    assert [str(action) for action in split[0]] == ["F0.0", "I0.0", "W0.0"]
-    assert merge_backward(split) == rows
-    assert merge_backward(split, lambda stage: stage != 0) == split
-
-
-def test_splitting_the_backward_of_1f1b_sends_gradients_earlier() -> None:
-    whole = SCHEDULES["1f1b"](4, 1, 8)
-    rows = [[a for a in row if a.kind.value in "FB"] for row in whole.ranks]
-    split = assemble("split", Order(whole.placement, split_backward(rows)), 8)
-    check_schedule(split)
-    before, after = (simulate(s, equal_costs(4))[1].makespan for s in (whole, split))
-    assert (before, after) == (33, 30)
-
-
-def test_merging_on_the_first_stage_costs_nothing() -> None:
-    split = SCHEDULES["zb-h1"](4, 1, 8)
-    rows = [[a for a in row if a.kind.value in "FIW"] for row in split.ranks]
-    merged = assemble(
-        "merged", Order(split.placement, merge_backward(rows, lambda stage: stage == 0)), 8
-    )
-    check_schedule(merged)
-    assert any(action.kind is Kind.B for action in merged.ranks[0])
-    costs = equal_costs(4)
-    assert simulate(merged, costs)[1].makespan == simulate(split, costs)[1].makespan
 
 
 def test_dropping_microbatches_leaves_the_order() -> None:

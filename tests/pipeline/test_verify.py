@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.pipeline.actions import Action, Kind, Schedule, parse_action
+from megatron_lite.pipeline.actions import Action, Schedule, parse_action
 from megatron_lite.pipeline.channels import list_channels
 from megatron_lite.pipeline.costs import equal_costs
 from megatron_lite.pipeline.schedules import FIXED_CHUNKS, SCHEDULES, Options, forward_only
@@ -176,53 +176,6 @@ def test_sharded_parameters_are_gathered_around_the_step() -> None:
     assert row[0] == "UNSHARD0"
     assert row.index("UNSHARD3") == row.index("F3.0") - 1
     assert row.index("RESHARD3") == row.index("REDUCE3") + 1
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "single"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_tied_ends_are_added_before_they_are_reduced(name: str, num_ranks: int) -> None:
-    schedule = SCHEDULES[name](num_ranks, FIXED_CHUNKS.get(name, 2), 5, Options(tied=True))
-    check_schedule(schedule)
-    ties = [str(a) for row in schedule.ranks for a in row if a.kind is Kind.TIE]
-    last = schedule.num_stages - 1
-    apart = schedule.placement[0] != schedule.placement[-1]
-    assert ties == (["TIE0", f"TIE{last}"] if apart else [])
-    row = [str(action) for action in schedule.ranks[0]]
-    assert row.index("REDUCE0") > max(k for k, word in enumerate(row) if word[0] in "FIWB")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "told"),
-    [
-        ("TIE0 ", "", "rank 1 is stuck at TIE1"),
-        ("TIE0 REDUCE0", "REDUCE0 TIE0", "TIE0 comes after REDUCE0"),
-        ("B0.1 TIE0", "TIE0 B0.1", "after REDUCE0 or TIE"),
-        ("TIE0", "TIE0 TIE0", "TIE0 occurs 2 times"),
-    ],
-)
-def test_wrong_ties_are_refused(old: str, new: str, told: str) -> None:
-    good = SCHEDULES["1f1b"](2, 1, 2, Options(tied=True))
-    row = " ".join(map(str, good.ranks[0]))
-    assert old in row
-    with pytest.raises(ScheduleError, match=told):
-        check_schedule(replace(good, ranks=(actions(row.replace(old, new)), good.ranks[1])))
-
-
-def test_a_tie_inside_the_model_is_refused() -> None:
-    good = SCHEDULES["1f1b"](3, 1, 2)
-    row = " ".join(map(str, good.ranks[1])).replace("REDUCE1", "TIE1 REDUCE1")
-    with pytest.raises(ScheduleError, match="only ends of the model on two ranks"):
-        check_schedule(replace(good, ranks=(good.ranks[0], actions(row), good.ranks[2])))
-
-
-def test_a_tie_while_the_other_end_waits_for_gradients_is_refused() -> None:
-    """Right after the last stage's own W, with two chunks, it would wait for ever."""
-    good = SCHEDULES["interleaved"](2, 2, 4, Options(tied=True))
-    words = " ".join(map(str, good.ranks[1])).replace(" TIE3 REDUCE3", "").split()
-    last = max(k for k, word in enumerate(words) if word.startswith("B3."))
-    words[last + 2 : last + 2] = ["TIE3", "REDUCE3"]  # after its SEND_B
-    with pytest.raises(ScheduleError, match="stuck at TIE3"):
-        check_schedule(replace(good, ranks=(good.ranks[0], actions(" ".join(words)))))
 
 
 def test_equal_tables_have_equal_digests_and_others_not() -> None:

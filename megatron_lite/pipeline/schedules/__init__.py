@@ -49,7 +49,6 @@ def _assemble(name: str, order: Order, num_microbatches: int, options: Options) 
         num_microbatches,
         options.costs,
         unshard=options.unshard,
-        tied=options.tied,
     )
 
 

@@ -19,14 +19,12 @@ class Options:
         memory_limit: most activations per rank in microbatches of a whole rank (u), one
             for all or one per rank, for `auto`.
         unshard: parameters are sharded; gather them around the step.
-        tied: the first and the last stage share the embedding; add its gradients.
     """
 
     group_size: int | None = None
     costs: Costs | None = None
     memory_limit: Time | Sequence[Time] | None = None
     unshard: bool = False
-    tied: bool = False
 
 
 DEFAULT = Options()

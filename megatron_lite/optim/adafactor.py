@@ -1,0 +1,166 @@
+"""Adafactor (Shazeer and Stern, arXiv 1804.04235) with the run's own learning rate.
+
+u = g / root(v), v factored for matrices (`factored.py`) and kept whole for vectors, both
+averaged with decay 1 - t^-c; u is scaled down where the root of its mean square over the
+logical tensor exceeds a threshold; a first moment of u is kept where `beta1` is not 0;
+decay is decoupled. Left out are the paper's relative step and the scale by the weight's
+own size: rates come from the schedules. State of a matrix: rows + columns numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.schema import Config
+from megatron_lite.mesh.collectives import all_reduce
+from megatron_lite.mesh.groups import Group
+from megatron_lite.optim.factored import FactoredMoments, OwnedBox, is_factored
+from megatron_lite.optim.groups import ParamGroup
+from megatron_lite.spec.params import ParamSpec
+from megatron_lite.spec.shards import Box
+
+
+@dataclass(frozen=True)
+class Adafactor:
+    """Hyper-parameters of Adafactor."""
+
+    beta2_decay: float
+    beta1: float = 0.0
+    eps: float = 1e-30
+    clip_threshold: float = 1.0
+
+    def decay_at(self, update: int) -> float:
+        """Decay of the second moment in this update, from 1: the first has no past."""
+        return 1.0 - float(update) ** -self.beta2_decay
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedPart:
+    """A box of a parameter that this rank updates; all tensors are views of its shape."""
+
+    spec: ParamSpec
+    box: Box  # of the logical tensor
+    group: ParamGroup
+    weight: Tensor
+    gradient: Tensor
+    first: Tensor | None = None  # with beta1
+    second: Tensor | None = None  # of what is not factored
+
+
+Rates = Callable[[ParamGroup], tuple[float, float]]
+
+
+class AdafactorUpdates:
+    """The updates of one rank's parts.
+
+    Attributes:
+        moments: of the factored parameters.
+    """
+
+    def __init__(
+        self,
+        rule: Adafactor,
+        held: Sequence[tuple[ParamSpec, Box]],
+        parts: Sequence[OwnedPart],
+        *,
+        shard: Group,
+        tensor: Group,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate the statistics of rows and columns.
+
+        Args:
+            rule: the hyper-parameters.
+            held: every parameter of this tensor rank and its box, in one order on all ranks
+                of the shard and the tensor group.
+            parts: disjoint; over the shard group they cover `held`.
+            shard: over which a box is spread.
+            tensor: over which boxes are cut.
+            dtype: of masters and state.
+            device: of the weights.
+        """
+        self.rule, self.parts = rule, parts
+        self._shard, self._tensor = shard, tensor
+        self.moments = FactoredMoments(
+            [(spec, box) for spec, box in held if is_factored(spec)],
+            shard=shard,
+            tensor=tensor,
+            dtype=dtype,
+            device=device,
+        )
+        matrices = {spec.name: i for i, spec in enumerate(self.moments.specs)}
+        self._boxes = [
+            OwnedBox(matrices[part.spec.name], part.box, part.gradient)
+            if is_factored(part.spec)
+            else None
+            for part in parts
+        ]
+        tensors = {spec.name: i for i, (spec, _) in enumerate(held)}
+        self._index = [tensors[part.spec.name] for part in parts]
+        sizes = [spec.elements for spec, _ in held]
+        self._sizes = torch.tensor(sizes, dtype=dtype, device=device)
+        # How often the tensor group would count an element; 0: it need not be asked.
+        copies = [tensor.size // spec.parts if spec.parts > 1 else 0 for spec, _ in held]
+        self._copies = torch.tensor(copies, dtype=dtype, device=device)
+        self._is_cut = tensor.size > 1 and any(copies)
+
+    @torch.no_grad()
+    def step(self, update: int, rates: Rates) -> None:
+        """Update weights and state by the parts' gradients, which are used up.
+
+        Args:
+            update: its number, from 1.
+            rates: learning rate and weight decay of a group.
+
+        Comm: of the statistics (`FactoredMoments.accumulate`), then of one number per
+            parameter over the shard group and over tp.
+        """
+        rule, decay = self.rule, self.rule.decay_at(update)
+        self.moments.accumulate([box for box in self._boxes if box is not None], rule.eps, decay)
+        for part, box in zip(self.parts, self._boxes, strict=True):
+            if box is not None:
+                root = self.moments.root(box)
+            else:
+                assert part.second is not None
+                part.second.lerp_(part.gradient.square().add_(rule.eps), 1.0 - decay)
+                root = part.second.sqrt()
+            part.gradient.div_(root)
+        scales = self._scales()
+        for part, index in zip(self.parts, self._index, strict=True):
+            lr, weight_decay = rates(part.group)
+            change = part.gradient
+            if scales is not None:
+                change.mul_(scales[index])
+            if part.first is not None:
+                change = part.first.lerp_(change, 1.0 - rule.beta1)
+            part.weight.mul_(1.0 - lr * weight_decay).add_(change, alpha=-lr)
+
+    def _scales(self) -> Tensor | None:
+        """Factor of every held parameter's update, at most 1; None without a threshold."""
+        if self.rule.clip_threshold == 0.0:
+            return None
+        squares = torch.zeros_like(self._sizes)
+        for part, index in zip(self.parts, self._index, strict=True):
+            squares[index] += part.gradient.square().sum()
+        all_reduce(squares, self._shard)
+        if self._is_cut:
+            across = torch.where(self._copies > 0, squares / self._copies, 0.0)
+            all_reduce(across, self._tensor)
+            squares = torch.where(self._copies > 0, across, squares)
+        root = (squares / self._sizes).sqrt() / self.rule.clip_threshold
+        return root.clamp_min(1.0).reciprocal()
+
+
+def build_adafactor(config: Config) -> Adafactor:
+    """Adafactor as the flags describe it."""
+    return Adafactor(
+        beta2_decay=config.adafactor_beta2_decay,
+        beta1=config.adafactor_beta1,
+        eps=config.adafactor_eps,
+        clip_threshold=config.adafactor_clip_threshold,
+    )
