@@ -9,7 +9,7 @@ separable (zero-bubble schedules) and readiness an event (bucketed reductions).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +26,38 @@ class GradientSink(Protocol):
 
     def written(self, param: nn.Parameter) -> None:
         """Report that one use-site's contribution of one microbatch is complete."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Owner of parameters that are whole only around their use.
+
+    Use-sites are the spec's; a pass is a (stage, microbatch), which holds what it uses.
+    """
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward pass has to announce itself."""
+        ...
+
+    def before_forward(self, uses: tuple[str, ...], pass_id: Hashable) -> None:
+        """Return when the parameters of these use-sites are there."""
+        ...
+
+    def after_forward(self, uses: tuple[str, ...], pass_id: Hashable, *, again: bool) -> None:
+        """The forward pass is through; `again`: its backward pass will need them."""
+        ...
+
+    def before_backward(self, uses: tuple[str, ...], pass_id: Hashable) -> None:
+        """Return when the parameters of these use-sites are there, for the gradients."""
+        ...
+
+    def after_backward(self, uses: tuple[str, ...], pass_id: Hashable) -> None:
+        """The backward pass through these use-sites is over."""
+        ...
+
+    def end_pass(self, pass_id: Hashable) -> None:
+        """Nothing of a pass is needed any more."""
         ...
 
 
@@ -121,6 +153,7 @@ class MicrobatchContext:
             there is no loss.
         denominators: loss term -> 0-dim tensor, the global denominator of the step.
         wgrads: where weight gradients go; None in evaluation.
+        weights: who brings parameters that are not always there; None where all are.
         losses: where loss sums go.
         keep_activations: debug dump of activations is on.
         native: operations use their native implementation on this device.
@@ -140,3 +173,9 @@ class MicrobatchContext:
     losses: LossSink = field(default_factory=LossSink)
     keep_activations: bool = False
     native: bool = False
+    weights: WeightSource | None = None
+
+    @property
+    def pass_id(self) -> tuple[int, int]:
+        """Which pass this is to `weights`."""
+        return self.stage, self.microbatch

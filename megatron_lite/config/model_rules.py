@@ -180,6 +180,7 @@ MODEL_RULES: tuple[Rule, ...] = (
             "decoder_last_pipeline_num_layers",
             "num_experts",
             "ddp_bucket_size",
+            "num_distributed_optimizer_instances",
             "distributed_timeout_minutes",
             "loss_chunks",
             "seed",

@@ -8,11 +8,12 @@ on the consumed samples, never on the layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_lite.config.pipeline_plan import PipelineShape, plan_pipeline, stages_per_rank
 from megatron_lite.config.ramp import Ramp, count_train_iters, linear_ramp, schedule_ramp
 from megatron_lite.config.schema import Config
+from megatron_lite.config.sharding_plan import ShardingShape, plan_sharding
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class Plan:
     precision: PrecisionShape
     recompute: str
     pipeline: PipelineShape
+    sharding: ShardingShape = field(default_factory=ShardingShape)
 
 
 def build_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
@@ -157,6 +159,7 @@ def build_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         precision=build_precision(config),
         recompute=recompute_kind(config),
         pipeline=plan_pipeline(config, batch.num_microbatches_at(0)),
+        sharding=plan_sharding(config),
     )
 
 

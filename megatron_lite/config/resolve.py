@@ -12,6 +12,7 @@ from megatron_lite.config import plan
 from megatron_lite.config.files import format_yaml
 from megatron_lite.config.pipeline_plan import SINGLE, schedule_name
 from megatron_lite.config.schema import GROUPS, Config, flag_fields
+from megatron_lite.config.sharding_plan import sharding_strategy
 
 # They say how a command was given, not what runs.
 LEFT_OUT = ("config_file", "print_config", "local_rank")
@@ -42,7 +43,7 @@ def resolved_values(config: Config, world_size: int) -> dict[str, Any]:
         "calculate_per_token_loss": not config.legacy_loss_normalization,
         "recompute_granularity": None if recompute == "none" else recompute,
         "recompute_activations": False,
-        "data_parallel_sharding_strategy": config.data_parallel_sharding_strategy or "no_shard",
+        "data_parallel_sharding_strategy": sharding_strategy(config),
         "dataloader_type": config.dataloader_type or "single",
         "pipeline_schedule": name if name != SINGLE else config.pipeline_schedule or "1f1b",
     }

@@ -16,17 +16,19 @@ from megatron_lite.config.optimizer_rules import OPTIMIZER_RULES
 from megatron_lite.config.pipeline_rules import PIPELINE_RULES
 from megatron_lite.config.run_rules import RUN_RULES
 from megatron_lite.config.schema import Config
+from megatron_lite.config.sharding_rules import SHARDING_RULES
 from megatron_lite.config.support_rules import SUPPORT_RULES
 from megatron_lite.errors import UserError
 
 RULES: tuple[Rule, ...] = (
-    MODEL_RULES
-    + LAYOUT_RULES
-    + PIPELINE_RULES
-    + BATCH_RULES
-    + OPTIMIZER_RULES
-    + RUN_RULES
-    + SUPPORT_RULES
+    *MODEL_RULES,
+    *LAYOUT_RULES,
+    *PIPELINE_RULES,
+    *SHARDING_RULES,
+    *BATCH_RULES,
+    *OPTIMIZER_RULES,
+    *RUN_RULES,
+    *SUPPORT_RULES,
 )
 
 

@@ -188,14 +188,27 @@ class ParallelConfig:
     use_tp_pp_dp_mapping: bool = flag(False, "Rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp.")
     use_distributed_optimizer: bool = flag(False, "Shard the optimizer state over DP (ZeRO-1).")
     use_megatron_fsdp: bool = flag(False, "Shard parameters over DP (ZeRO-3).")
-    use_torch_fsdp2: bool = flag(False, "Shard parameters over DP with torch's fully_shard.")
+    use_torch_fsdp2: bool = flag(False, "The same as --use-megatron-fsdp.")
     data_parallel_sharding_strategy: str | None = flag(
         None,
-        "What DP shards; only no_shard so far.",
+        "What DP shards: nothing, optimizer state, gradients too, parameters too (ZeRO-0 to 3).",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
     num_distributed_optimizer_instances: int = flag(
         1, "Copies of the sharded state (hybrid sharding).", unit="copies"
+    )
+    gradient_accumulation: str = flag(
+        "sharded",
+        "Sharded gradients: reduce after each microbatch, or once and keep whole ones till then.",
+        choices=("sharded", "unsharded"),
+    )
+    reshard_after: str = flag(
+        "forward",
+        "Sharded parameters: drop gathered ones after forward, after backward, or per step.",
+        choices=("forward", "backward", "step"),
+    )
+    overlap_param_gather: bool = flag(
+        False, "Gather sharded parameters while the model computes with others."
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
         None, "Sizes of the context levels; their product is CP.", nargs="+", unit="ranks"
@@ -204,7 +217,7 @@ class ParallelConfig:
         None, "Gradient elements per reduction bucket; unset: chosen.", unit="elements"
     )
     overlap_grad_reduce: bool = flag(
-        False, "Reduce gradients during the backward pass (always done here)."
+        False, "Accepted; gradients are always reduced during the backward pass."
     )
     distributed_backend: str = flag(
         "nccl",

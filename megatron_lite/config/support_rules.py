@@ -77,7 +77,6 @@ SUPPORT_RULES: tuple[Rule, ...] = (
     value_rule("position_embedding_type", POSITIONS),
     value_rule("tokenizer_type", TOKENIZERS),
     value_rule("dataloader_type", ("single",)),
-    value_rule("data_parallel_sharding_strategy", ("no_shard",)),
     value_rule("nan_policy", ("skip", "stop")),
     *(
         Rule(

@@ -27,6 +27,8 @@ _GROUP_AXES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("edp", "expert", ("edp",)),
 )
 
+_EXPERT_GROUPS = ("etp", "ep", "edp", "edp_shard", "edp_replicate")
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -52,6 +54,8 @@ class Group:
 class Groups:
     """The groups of one rank, one per axis or set of axes that something is reduced over.
 
+    `dp_shard` is the part of `dp_cp` that shards model state, consecutive ranks of it, and
+    `dp_replicate` the ranks with the same shard; `edp_shard` and `edp_replicate` likewise.
     `tp_pp` is Megatron's model-parallel group; `kv_replica` the part of `tp` that holds
     the same KV heads; `tied_ends` the first and the last rank of `pp` (its other ranks have
     a group of their own, which nothing uses); `etp`, `ep` and `edp` live on the expert grid.
@@ -62,6 +66,8 @@ class Groups:
     cp: Group
     dp: Group
     dp_cp: Group
+    dp_shard: Group
+    dp_replicate: Group
     pp: Group
     tp_pp: Group
     kv_replica: Group
@@ -69,6 +75,8 @@ class Groups:
     etp: Group
     ep: Group
     edp: Group
+    edp_shard: Group
+    edp_replicate: Group
 
 
 def local_group(name: str, recorder: Recorder | None = None) -> Group:
@@ -79,6 +87,7 @@ def local_group(name: str, recorder: Recorder | None = None) -> Group:
 def local_groups(recorder: Recorder | None = None) -> Groups:
     """The groups of a run of one process."""
     names = ["world", "kv_replica", "tied_ends", *(name for name, _, _ in _GROUP_AXES)]
+    names += [f"{data}_{part}" for data in ("dp", "edp") for part in ("shard", "replicate")]
     return Groups(**{name: local_group(name, recorder) for name in names})
 
 
@@ -86,6 +95,16 @@ def _ends(pipeline: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """The two ends of a pipeline for its ends, what is between them for the others."""
     ends = (pipeline[0], pipeline[-1])
     return tuple(sorted(set(ends))) if rank in ends else pipeline[1:-1]
+
+
+def shard_ranks(data: tuple[int, ...], rank: int, instances: int) -> dict[str, tuple[int, ...]]:
+    """Cut a data group into equal instances: "shard" ranks in one, "replicate" over all.
+
+    The ranks of an instance are consecutive in the group, so that they fill nodes.
+    """
+    size, index = len(data) // instances, data.index(rank)
+    first = index - index % size
+    return {"shard": data[first : first + size], "replicate": data[index % size :: size]}
 
 
 def world_group(rank: int, world_size: int, recorder: Recorder | None = None) -> Group:
@@ -99,6 +118,7 @@ def build_groups(
     rank: int,
     kv_heads: int,
     *,
+    instances: int = 1,
     recorder: Recorder | None = None,
     timeout: timedelta | None = None,
 ) -> Groups:
@@ -108,6 +128,7 @@ def build_groups(
         grids: the dense and the expert grid; their world size is the default group's.
         rank: this rank.
         kv_heads: number of KV heads, which decides the `kv_replica` groups.
+        instances: copies of sharded state; divides the ranks of `dp_cp` and of `edp`.
         recorder: collects the collectives over all returned groups.
         timeout: of each collective; the default group's when None.
 
@@ -119,6 +140,9 @@ def build_groups(
         members[name] = grid.group(rank, axes)
     members["kv_replica"] = kv_replica_ranks(grids.dense, rank, kv_heads)
     members["tied_ends"] = _ends(members["pp"], rank)
+    for name, data in (("dp", members["dp_cp"]), ("edp", members["edp"])):
+        for part, ranks in shard_ranks(data, rank, instances).items():
+            members[f"{name}_{part}"] = ranks
     created: dict[tuple[int, ...], dist.ProcessGroup] = {}
     if grids.world_size > 1 and dist.group.WORLD is not None:
         created[members["world"]] = dist.group.WORLD
@@ -131,7 +155,7 @@ def build_groups(
         if len(ranks) > 1 or is_paired:
             # Only dense groups of equal ranks share a communicator: an expert all-to-all
             # must not queue behind the gradient buckets that are reduced meanwhile.
-            key = (-1, *ranks) if name in ("etp", "ep", "edp") else ranks
+            key = (-1, *ranks) if name in _EXPERT_GROUPS else ranks
             if key not in created:
                 # Members alone synchronise: the whole world meeting for each group of each
                 # axis costs minutes on thousands of ranks.

@@ -7,7 +7,7 @@ in a pipeline a rank holds some of the stages (`StagePart`), and `run_part` is o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,18 @@ from megatron_lite.model.attention import KeyValueCache
 from megatron_lite.model.block import transformer_layer
 from megatron_lite.model.compile import compile_layer
 from megatron_lite.model.parts import LayerParts, StageParts
+from megatron_lite.model.presence import forward_only, with_parameters
 from megatron_lite.ops.dropout import bias_dropout_residual
 from megatron_lite.ops.norm import accumulation_dtype
 from megatron_lite.ops.recompute import recompute
 from megatron_lite.ops.rotary import rotary_table
-from megatron_lite.pipeline.partition import StagePart, whole_model
+from megatron_lite.pipeline.partition import (
+    AT_EMBEDDING,
+    AT_FINAL_NORM,
+    AT_HEAD,
+    StagePart,
+    whole_model,
+)
 from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.physical import PhysicalParam, physical_params
 from megatron_lite.spec.shards import local_box
@@ -97,7 +104,9 @@ class GPTStage(nn.Module):
         self.physical: dict[str, PhysicalParam] = {p.name: p for p in physical_params(specs)}
         self._params: dict[str, nn.Parameter] = {}
         for name, physical in self.physical.items():
-            param = nn.Parameter(torch.zeros(physical.shape, dtype=self.dtype, device=device))
+            # One element for all: memory comes with the buckets, which may be shards.
+            nothing = torch.zeros((), dtype=self.dtype, device=device).expand(physical.shape)
+            param = nn.Parameter(nothing)
             self._params[name] = param
             _register(self, name, param)
         self.parts = StageParts(
@@ -124,6 +133,11 @@ class GPTStage(nn.Module):
             if spec.name in (WORD_EMBEDDING, OUTPUT_LAYER):
                 box = local_box(spec, coordinate, plan.parallel)
                 self.vocab_range = (box.offset[0], box.shape[0])
+
+    def allocate(self) -> None:
+        """Give the parameters memory of their own, zeroed: for a stage without buckets."""
+        for param in self._params.values():
+            param.data = param.data.contiguous()
 
     def param(self, name: str) -> nn.Parameter:
         """The physical parameter of a name in `physical`."""
@@ -170,16 +184,20 @@ class GPTStage(nn.Module):
         hidden = self._layers(part, x, mb)
         if not part.head:
             return hidden
-        return head_cross_entropy(
-            self._final_norm(hidden, mb),
-            self._output_weight,
-            labels,
-            self.vocab_range,
-            self.options.loss_chunks,
-            self.tp_group,
-            self.parts.sequence_parallel,
-            mb,
-        )
+
+        def loss(hidden: Tensor) -> Tensor:
+            return head_cross_entropy(
+                hidden,
+                self._output_weight,
+                labels,
+                self.vocab_range,
+                self.options.loss_chunks,
+                self.tp_group,
+                self.parts.sequence_parallel,
+                mb,
+            )
+
+        return forward_only(AT_HEAD, loss, self._final_norm(hidden, mb), mb)
 
     @property
     def _output_weight(self) -> nn.Parameter:
@@ -211,19 +229,27 @@ class GPTStage(nn.Module):
         if self.parts.sequence_parallel:
             hidden = gather_sequence(hidden, self.tp_group)
         vocab_size = self.plan.model.vocab_size
-        return vocabulary_logits(hidden, self._output_weight, vocab_size, self.tp_group)
+
+        def logits(hidden: Tensor) -> Tensor:
+            return vocabulary_logits(hidden, self._output_weight, vocab_size, self.tp_group)
+
+        return forward_only(AT_HEAD, logits, hidden, mb)
 
     def _embed(self, tokens: Tensor, mb: MicrobatchContext) -> Tensor:
-        x = vocabulary_embedding(
-            self._params[WORD_EMBEDDING],
-            tokens,
-            self.vocab_range[0],
-            self.tp_group,
-            self.parts.sequence_parallel,
-            mb,
-        )
-        if POSITION_EMBEDDING in self._params:
-            x = position_embedding(x, self._params[POSITION_EMBEDDING], mb.positions, mb)
+        def look_up(tokens: Tensor) -> Tensor:
+            x = vocabulary_embedding(
+                self._params[WORD_EMBEDDING],
+                tokens,
+                self.vocab_range[0],
+                self.tp_group,
+                self.parts.sequence_parallel,
+                mb,
+            )
+            if POSITION_EMBEDDING in self._params:
+                x = position_embedding(x, self._params[POSITION_EMBEDDING], mb.positions, mb)
+            return x
+
+        x = forward_only(AT_EMBEDDING, look_up, tokens, mb)
         dropout = self.plan.model.hidden_dropout
         x = bias_dropout_residual(x, None, None, dropout, "embedding_dropout", 0, mb)
         self._keep("embedding", x, mb)
@@ -248,7 +274,12 @@ class GPTStage(nn.Module):
                     self._keep(f"layers.{layer}", x, mb)
                 return x
 
-            x = recompute(run, x) if again else run(x)
+            def run_again(x: Tensor, run: Callable[[Tensor], Tensor] = run) -> Tensor:
+                return recompute(run, x)
+
+            # What is recomputed needs all its parameters again, so they come and go together.
+            uses = tuple(f"layer.{layer}" for layer in group)
+            x = with_parameters(uses, run_again if again else run, x, mb)
         return x
 
     def _layer_groups(
@@ -257,17 +288,20 @@ class GPTStage(nn.Module):
         """Runs of the stage's layers, and whether each is recomputed as a whole."""
         layers, size = part.layers, max(self.options.recompute_layers, 1)
         if self.plan.recompute != "full" or mb.wgrads is None:
-            yield layers, False
+            for layer in layers:
+                yield (layer,), False
         elif self.options.recompute_method == "block":
-            for layer in layers[:size]:
-                yield (layer,), True
-            yield layers[size:], False
+            for layer in layers:
+                yield (layer,), layer in layers[:size]
         else:
             for first in range(0, len(layers), size):
                 yield layers[first : first + size], True
 
     def _final_norm(self, x: Tensor, mb: MicrobatchContext) -> Tensor:
-        x = self.parts.norm("decoder.final_layernorm", x, mb)
+        def norm(x: Tensor) -> Tensor:
+            return self.parts.norm("decoder.final_layernorm", x, mb)
+
+        x = with_parameters((AT_FINAL_NORM,), norm, x, mb)
         self._keep("final_norm", x, mb)
         return x
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.ops.optimizer import squared_norm
-from megatron_lite.shard.flat import BufferKey
 from megatron_lite.shard.pieces import Range
 
 _BLOCK = 1024  # elements; so few that their fp32 sum loses nothing that counts
@@ -27,19 +26,26 @@ class SquaredNorm:
 
     def __init__(
         self,
-        gradients: Mapping[BufferKey, Tensor],
+        gradients: Mapping[int, Tensor],
         ranges: Sequence[Range],
         native: bool = False,
     ) -> None:
+        """Prepare the sum.
+
+        Args:
+            gradients: bucket -> the owned gradients.
+            ranges: what of them counts here.
+            native: sum by the native operation.
+        """
         self._native = native
-        self._ranges = [gradients[key][start:stop] for key, start, stop in ranges]
+        self._ranges = [gradients[bucket][start:stop] for bucket, start, stop in ranges]
         self._blocks: list[Tensor] = []
-        for key, start, stop in ranges:
+        for bucket, start, stop in ranges:
             whole = start + (stop - start) // _BLOCK * _BLOCK
             if whole > start:
-                self._blocks.append(gradients[key][start:whole].view(-1, _BLOCK))
+                self._blocks.append(gradients[bucket][start:whole].view(-1, _BLOCK))
             if stop > whole:
-                self._blocks.append(gradients[key][whole:stop].view(1, -1))
+                self._blocks.append(gradients[bucket][whole:stop].view(1, -1))
         self._device = next(iter(gradients.values())).device if gradients else None
 
     @torch.no_grad()

@@ -1,9 +1,10 @@
 """The optimizer of one rank: masters, state, update, norm, and their logical pieces.
 
-All of it lies in flat buffers with the layout of the parameters, so a step is one fused
-call per optimizer group and no Python runs per parameter. Masters exist where their dtype
-differs from the compute dtype; otherwise the parameters are updated directly. Invariant:
-after every step and every `after_load` the compute parameters are the rounded masters.
+All of it lies in flat tensors, one per bucket, as long as what this rank owns of the bucket,
+so a step is one fused call per optimizer group and no Python runs per parameter. Masters
+exist where their dtype differs from the compute dtype; otherwise the parameters are updated
+directly. Invariant: after every step and every `after_load` the compute parameters are the
+rounded masters, on the ranks that own them and, once gathered, on all.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from torch import Tensor
 
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
-from megatron_lite.mesh.groups import Groups
 from megatron_lite.optim.adamw import AdamW
 from megatron_lite.optim.groups import ParamGroup
 from megatron_lite.optim.norm import SquaredNorm
 from megatron_lite.optim.rules import UpdateRule
 from megatron_lite.optim.sgd import SGD
 from megatron_lite.shard.buffers import FlatBuffers
-from megatron_lite.shard.flat import BufferKey
+from megatron_lite.shard.gather import ResidentWeights
 from megatron_lite.shard.pieces import StatePiece, norm_ranges, state_pieces
 
 
@@ -40,7 +40,7 @@ class _GroupTensors:
 
 
 class Optimizer:
-    """Updates the parameters of `buffers` by `rule`.
+    """Updates what this rank owns of the parameters of `buffers` by `rule`.
 
     Initial weights go the way loaded ones do: write them into `weight_pieces()`, which are
     the masters where there are any, then call `after_load("master")`. A master made in the
@@ -48,45 +48,47 @@ class Optimizer:
     """
 
     def __init__(
-        self, buffers: FlatBuffers, rule: UpdateRule, groups: Groups, native: bool = False
+        self,
+        buffers: FlatBuffers,
+        rule: UpdateRule,
+        native: bool = False,
+        gathered: ResidentWeights | None = None,
     ) -> None:
         """Allocate masters and state.
 
         Args:
             buffers: parameters and main gradients.
             rule: the update rule.
-            groups: of this rank; the data groups share the norm's work.
             native: update and sum by the native operations (none for fp64 on CUDA).
+            gathered: told when owned parameters have changed.
         """
         self.buffers = buffers
         self.rule = rule
+        self._gathered = gathered or ResidentWeights()
         master = buffers.precision.master
         self._native = native and not (buffers.device.type == "cuda" and master == "float64")
-        self.masters: dict[BufferKey, Tensor] = {
-            key: buffers.zeros(key, master).copy_(values)
-            for key, values in buffers.values.items()
-            if key.dtype != master
+        self.masters: dict[int, Tensor] = {
+            index: buffers.zeros(index, master).copy_(values)
+            for index, values in buffers.owned_values.items()
+            if buffers.layout.buckets[index].key.dtype != master
         }
-        self.state: dict[str, dict[BufferKey, Tensor]] = {
-            kind: {key: buffers.zeros(key, master) for key in buffers.values} for kind in rule.kinds
+        self.state: dict[str, dict[int, Tensor]] = {
+            kind: {index: buffers.zeros(index, master) for index in buffers.owned_values}
+            for kind in rule.kinds
         }
         # Shared by all segments; fp32 on the weights' device is what the fused kernels read.
         self._step = torch.zeros((), dtype=torch.float32, device=buffers.device)
         self._updates = 0
         self._groups = self._collect_groups()
-        ranges = norm_ranges(
-            buffers.pieces,
-            {
-                "dense": (groups.dp_cp.rank, groups.dp_cp.size),
-                "expert": (groups.edp.rank, groups.edp.size),
-            },
-        )
-        self.squared_norm = SquaredNorm(buffers.gradients, ranges, self._native)
+        buckets = enumerate(buffers.layout.buckets)
+        copies = {index: buffers.ownership.copies(bucket) for index, bucket in buckets}
+        ranges = norm_ranges(buffers.pieces, buffers.windows, copies)
+        self.squared_norm = SquaredNorm(buffers.owned_gradients, ranges, self._native)
 
     @property
-    def weights(self) -> dict[BufferKey, Tensor]:
-        """The buffers that a step updates: masters, or parameters where they are the same."""
-        return {**self.buffers.values, **self.masters}
+    def weights(self) -> dict[int, Tensor]:
+        """What a step updates: masters, or owned parameters where they are the same."""
+        return {**self.buffers.owned_values, **self.masters}
 
     @property
     def updates(self) -> int:
@@ -102,12 +104,19 @@ class Optimizer:
             weight_decay: scheduled weight decay.
             clip_coefficient: factor of the gradients; a 1.0 is not applied. Afterwards the
                 gradients are scaled, or not (native): nobody may read them.
+
+        Comm: see `gathered`.
         """
+        self._gathered.settle()  # a gather reads what is about to change
         self._step += 1
         self._updates += 1
         if self._native:
             self._step_native(lr, weight_decay, clip_coefficient)
-            return
+        else:
+            self._step_plain(lr, weight_decay, clip_coefficient)
+        self._gathered.updated()
+
+    def _step_plain(self, lr: float, weight_decay: float, clip_coefficient: float | Tensor) -> None:
         scaled = isinstance(clip_coefficient, Tensor) or clip_coefficient != 1.0
         for tensors in self._groups:
             if scaled:
@@ -144,16 +153,18 @@ class Optimizer:
         Kinds: "param" (compute dtype), "master" where masters exist, and the rule's own.
         The update count is `updates`. A reader writes the tensors, then calls `after_load`.
         """
-        yield from state_pieces("param", self.buffers.values, self.buffers.pieces)
+        self._gathered.settle()
+        yield from self.buffers.value_pieces()
+        owned = self.buffers.owned_pieces
         if self.masters:
-            yield from state_pieces("master", self.weights, self.buffers.pieces)
-        for kind, buffers in self.state.items():
-            yield from state_pieces(kind, buffers, self.buffers.pieces)
+            yield from state_pieces("master", self.masters, owned)
+        for kind, tensors in self.state.items():
+            yield from state_pieces(kind, tensors, owned)
 
     def weight_pieces(self) -> Iterator[StatePiece]:
-        """Logical weights in the best precision there is: masters, else parameters."""
+        """Owned logical weights in the best precision there is: masters, else parameters."""
         kind = "master" if self.masters else "param"
-        return state_pieces(kind, self.weights, self.buffers.pieces)
+        return state_pieces(kind, self.weights, self.buffers.owned_pieces)
 
     @torch.no_grad()
     def after_load(self, written: str, updates: int | None = None) -> None:
@@ -164,10 +175,12 @@ class Optimizer:
                 parameters; "param": only parameters are new (weights without optimizer
                 state), widen them into the masters.
             updates: number of updates that the loaded state has seen; None leaves it.
+
+        Comm: see `gathered`; nothing is under way afterwards.
         """
         if written == "param":
-            for key, master in self.masters.items():
-                master.copy_(self.buffers.values[key])
+            for index, master in self.masters.items():
+                master.copy_(self.buffers.owned_values[index])
         elif written == "master":
             self._round_masters()
         else:
@@ -175,6 +188,8 @@ class Optimizer:
         if updates is not None:
             self._step.fill_(updates)
             self._updates = updates
+        self._gathered.updated()
+        self._gathered.settle()
 
     def nonfinite_gradients(self) -> Counter[str]:
         """Non-finite gradient elements of this rank by logical name; for messages only."""
@@ -186,11 +201,11 @@ class Optimizer:
         return found
 
     def _round_masters(self) -> None:
-        keys = list(self.masters)
-        if keys:
-            torch._foreach_copy_(
-                [self.buffers.values[key] for key in keys], [self.masters[key] for key in keys]
-            )
+        indices = list(self.masters)
+        if indices:
+            owned = self.buffers.owned_values
+            masters = [self.masters[index] for index in indices]
+            torch._foreach_copy_([owned[index] for index in indices], masters)
 
     def _collect_groups(self) -> list[_GroupTensors]:
         weights = self.weights
@@ -202,14 +217,17 @@ class Optimizer:
             tensors = collected.setdefault(
                 group, _GroupTensors(group, [], [], {kind: [] for kind in self.state}, [])
             )
-            part = slice(segment.start, segment.stop)
-            tensors.weights.append(weights[segment.key][part])
-            tensors.gradients.append(self.buffers.gradients[segment.key][part])
+            window = self.buffers.windows[segment.bucket].cut(segment.start, segment.stop)
+            if window.elements == 0:
+                continue
+            index, part = segment.bucket, slice(window.start, window.stop)
+            tensors.weights.append(weights[index][part])
+            tensors.gradients.append(self.buffers.owned_gradients[index][part])
             for kind, buffers in self.state.items():
-                tensors.state[kind].append(buffers[segment.key][part])
-            values = self.buffers.values[segment.key][part]
-            tensors.copies.append(values if segment.key in self.masters else None)
-        return list(collected.values())
+                tensors.state[kind].append(buffers[index][part])
+            values = self.buffers.owned_values[index][part]
+            tensors.copies.append(values if index in self.masters else None)
+        return [tensors for tensors in collected.values() if tensors.weights]
 
 
 def build_rule(config: Config) -> UpdateRule:

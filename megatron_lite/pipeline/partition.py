@@ -47,16 +47,17 @@ class StagePart:
     mtp: tuple[int, ...] = ()
 
     @property
-    def ordered_uses(self) -> tuple[str, ...]:
+    def uses(self) -> tuple[str, ...]:
         """Use-sites of the parameters it needs, in forward order."""
         first = (AT_EMBEDDING,) if self.embedding else ()
         last = (AT_FINAL_NORM, AT_HEAD) if self.head else ()
         return (*first, *(f"layer.{layer}" for layer in self.layers), *last)
 
     @property
-    def uses(self) -> frozenset[str]:
-        """Use-sites of the parameters it needs."""
-        return frozenset(self.ordered_uses)
+    def backward_uses(self) -> tuple[str, ...]:
+        """Those whose backward pass reads the parameters again, in its order."""
+        ends = (AT_EMBEDDING, AT_HEAD)
+        return tuple(use for use in reversed(self.uses) if use not in ends)
 
 
 def whole_model(num_layers: int) -> tuple[StagePart, ...]:

@@ -1,10 +1,11 @@
-"""Logical parameters inside flat buffers, and the ranges that a norm runs over.
+"""Logical parameters inside buckets, and the ranges that a norm runs over.
 
 A stored parameter is a stack of logical pieces along dim 0 (spec/physical.py), so each
-piece is one contiguous range of its buffer. Everything that speaks about logical tensors -
-norm, checkpoint, gradient dump, initial values - reads the same index. Invariant: a
-piece never contains padding rows, and over all ranks the owned ranges contain every
-logical element once.
+piece is one contiguous range of its bucket. A shard cuts such a range anywhere; what it
+holds of a piece is again a few boxes (part of a row, full rows, part of a row), so that
+everything that speaks about logical tensors - checkpoint, gradient dump, initial values -
+reads one index and knows nothing of shards. Invariant: a piece never contains padding
+rows, and over all ranks the owned ranges contain every logical element once.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron_lite.config.plan import ParallelShape
-from megatron_lite.shard.flat import BufferKey, FlatLayout
+from megatron_lite.shard.flat import FlatLayout, Window
+from megatron_lite.shard.ownership import Ownership
 from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.shards import Box, Replica, is_owner, local_box, replica
 
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of one logical parameter: `buffer[start : start + box.elements]`.
+    """This rank's part of one logical parameter: elements [start, stop) of a bucket.
 
     Attributes:
         spec: the logical parameter.
         box: region of the logical tensor; empty when the rank holds only padding.
-        key: which buffer.
-        start: first element in the buffer.
+        bucket: index of the bucket.
+        start: first element, counted from the start of what is held of the bucket.
         stop: end of the held rows, padding rows included.
         owned: whether this rank speaks for the region, over all replicas.
         speaks_for_tensor: the same, leaving data and context replicas aside.
@@ -39,16 +41,17 @@ class Piece:
 
     spec: ParamSpec
     box: Box
-    key: BufferKey
+    bucket: int
     start: int
     stop: int
     owned: bool
     speaks_for_tensor: bool
     replica: Replica
 
-    def of(self, buffer: Tensor) -> Tensor:
-        """View of a flat buffer in the box's shape, without padding."""
-        return buffer[self.start : self.start + self.box.elements].view(self.box.shape)
+    def of(self, tensors: Mapping[int, Tensor]) -> Tensor:
+        """View of one bucket's tensor in the box's shape, without padding."""
+        flat = tensors[self.bucket][self.start : self.start + self.box.elements]
+        return flat.view(self.box.shape)
 
 
 class StatePiece(NamedTuple):
@@ -63,9 +66,9 @@ class StatePiece(NamedTuple):
 
 
 class Range(NamedTuple):
-    """`buffer[start:stop]` of the buffer `key`."""
+    """Elements [start, stop) of the tensor of a bucket."""
 
-    key: BufferKey
+    bucket: int
     start: int
     stop: int
 
@@ -75,7 +78,7 @@ def find_pieces(
     coordinates: Mapping[str, Mapping[str, int]],
     parallel: ParallelShape,
 ) -> tuple[Piece, ...]:
-    """Index the logical parameters of a rank's buffers, in buffer order.
+    """Index the logical parameters of a rank's whole buckets, in buffer order.
 
     Args:
         layout: of this rank.
@@ -97,7 +100,7 @@ def find_pieces(
                 Piece(
                     spec=spec,
                     box=box,
-                    key=slot.key,
+                    bucket=slot.bucket,
                     start=start,
                     stop=start + view.rows * row,
                     owned=is_owner(spec, coordinate, parallel),
@@ -108,48 +111,130 @@ def find_pieces(
     return tuple(pieces)
 
 
-def state_pieces(
-    kind: str, buffers: Mapping[BufferKey, Tensor], pieces: Sequence[Piece]
-) -> Iterator[StatePiece]:
-    """View every non-empty logical piece of flat buffers."""
+def cut_pieces(
+    pieces: Sequence[Piece],
+    layout: FlatLayout,
+    ownership: Ownership,
+    coordinates: Mapping[str, Mapping[str, int]],
+    parallel: ParallelShape,
+) -> tuple[Piece, ...]:
+    """What a rank owns of `pieces`, counted from the start of its windows.
+
+    Args:
+        pieces: of whole buckets; pieces of buckets that are not cut stay as they are.
+        layout, coordinates, parallel: as for `find_pieces`.
+        ownership: the windows.
+    """
+    cut: list[Piece] = []
     for piece in pieces:
-        if piece.box.elements:
-            tensor = piece.of(buffers[piece.key])
+        bucket = layout.buckets[piece.bucket]
+        if not ownership.is_cut(bucket):
+            cut.append(piece)
+            continue
+        window, spec = ownership.window(bucket), piece.spec
+        at = ownership.as_owner(bucket, coordinates[spec.grid], parallel)
+        copy = replica(spec, *at)
+        held = window.cut(piece.start, piece.start + piece.box.elements)
+        first, start = window.start + held.start - piece.start, held.start
+        for box in boxes_of_range(piece.box, first, first + held.elements):
+            stop = start + box.elements
+            cut.append(
+                Piece(
+                    spec, box, piece.bucket, start, stop,
+                    copy.index == 0, piece.speaks_for_tensor, copy,
+                )
+            )  # fmt: skip
+            start = stop
+    return tuple(cut)
+
+
+def boxes_of_range(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """Cut elements [start, stop) of a box, in row-major order, into boxes, in that order.
+
+    At most 2n - 1 for n dims.
+    """
+    if start >= stop:
+        return
+    if len(box.shape) == 1:
+        yield Box((box.offset[0] + start,), (stop - start,))
+        return
+    row = math.prod(box.shape[1:])
+    first, last = -(-start // row), stop // row  # full rows [first, last)
+    inner = Box(box.offset[1:], box.shape[1:])
+    if first > last:  # inside one row
+        yield from _in_row(box, inner, last, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _in_row(box, inner, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield Box((box.offset[0] + first, *box.offset[1:]), (last - first, *box.shape[1:]))
+    if last * row < stop:
+        yield from _in_row(box, inner, last, 0, stop - last * row)
+
+
+def _in_row(box: Box, inner: Box, row: int, start: int, stop: int) -> Iterator[Box]:
+    for part in boxes_of_range(inner, start, stop):
+        yield Box((box.offset[0] + row, *part.offset), (1, *part.shape))
+
+
+def state_pieces(
+    kind: str, tensors: Mapping[int, Tensor], pieces: Sequence[Piece]
+) -> Iterator[StatePiece]:
+    """View every non-empty logical piece of the buckets' tensors."""
+    for piece in pieces:
+        if piece.box.elements and piece.bucket in tensors:
+            tensor = piece.of(tensors)
             yield StatePiece(kind, piece.spec, tensor, piece.box, piece.owned, piece.replica)
 
 
-def norm_ranges(pieces: Sequence[Piece], part: Mapping[str, tuple[int, int]]) -> tuple[Range, ...]:
+def norm_ranges(
+    pieces: Sequence[Piece],
+    windows: Mapping[int, Window],
+    copies: Mapping[int, tuple[int, int]],
+) -> tuple[Range, ...]:
     """Ranges whose squares this rank adds to the global norm.
 
-    After the reductions the ranks of a data group hold equal gradients. So they share the
-    work: of the elements this tensor rank speaks for, each data rank takes its share.
+    After the reductions the data ranks with the same window hold equal gradients. So they
+    share the work: of the elements this tensor rank speaks for, each takes its share.
     Neighbouring ranges grow together over alignment gaps, which are always zero.
 
     Args:
-        pieces: in buffer order.
-        part: grid -> (index, size) of this rank in the grid's data group.
+        pieces: of whole buckets, in buffer order.
+        windows: bucket -> what this rank holds of it.
+        copies: bucket -> (index, count) among the data ranks with the same window.
 
     Returns:
-        Disjoint ranges; over all ranks every logical element is in one of them.
+        Disjoint ranges, counted from the windows' starts; over all ranks every logical
+        element is in one of them.
     """
     ranges: list[Range] = []
-    open_key: BufferKey | None = None  # the buffer in which the last range may still grow
+    is_open = False  # the last range may still grow
     for piece in pieces:
         stop = piece.start + piece.box.elements
         if not piece.speaks_for_tensor or stop == piece.start:
-            open_key = None
+            is_open = False
             continue
-        if open_key == piece.key:
+        if is_open and ranges[-1].bucket == piece.bucket:
             ranges[-1] = ranges[-1]._replace(stop=stop)
         else:
-            ranges.append(Range(piece.key, piece.start, stop))
+            ranges.append(Range(piece.bucket, piece.start, stop))
         # Padding rows end a range: their gradients are not logical elements.
-        open_key = piece.key if stop == piece.stop else None
+        is_open = stop == piece.stop
+    held = cut_ranges(ranges, windows)
     shared: list[Range] = []
-    for grid in dict.fromkeys(piece.key.grid for piece in pieces):
-        of_grid = [entry for entry in ranges if entry.key.grid == grid]
-        shared += _share(of_grid, *part[grid])
+    for share in dict.fromkeys(copies.values()):
+        shared += _share([entry for entry in held if copies[entry.bucket] == share], *share)
     return tuple(shared)
+
+
+def cut_ranges(ranges: Sequence[Range], windows: Mapping[int, Window]) -> list[Range]:
+    """What of the ranges lies in the windows, counted from the windows' starts."""
+    held = []
+    for bucket, start, stop in ranges:
+        window = windows[bucket].cut(start, stop)
+        if window.elements:
+            held.append(Range(bucket, window.start, window.stop))
+    return held
 
 
 def _share(ranges: Sequence[Range], index: int, size: int) -> list[Range]:
@@ -157,10 +242,10 @@ def _share(ranges: Sequence[Range], index: int, size: int) -> list[Range]:
     total = sum(entry.stop - entry.start for entry in ranges)
     first, end = total * index // size, total * (index + 1) // size
     taken, passed = [], 0
-    for key, start, stop in ranges:
+    for bucket, start, stop in ranges:
         low = max(start, start + first - passed)
         high = min(stop, start + end - passed)
         if low < high:
-            taken.append(Range(key, low, high))
+            taken.append(Range(bucket, low, high))
         passed += stop - start
     return taken

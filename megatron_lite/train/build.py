@@ -40,15 +40,11 @@ from megatron_lite.mesh.recorder import Recorder
 from megatron_lite.model.gpt import GPTStage, StageOptions
 from megatron_lite.model.init import initial_value
 from megatron_lite.native.load import load_native, require_native
-from megatron_lite.optim.groups import param_group
 from megatron_lite.optim.optimizer import Optimizer, build_rule
 from megatron_lite.optim.schedule import build_schedule, samples_after
 from megatron_lite.pipeline.partition import StagePart
 from megatron_lite.pipeline.runner import Runner
 from megatron_lite.resilience.signals import StopDecision, StopSignals
-from megatron_lite.shard.buckets import MainGradients
-from megatron_lite.shard.buffers import FlatBuffers, trained
-from megatron_lite.shard.flat import build_layout, default_bucket_size
 from megatron_lite.spec.params import ParamSpec, model_spec
 from megatron_lite.spec.stages import specs_on_rank
 from megatron_lite.telemetry.facade import Telemetry
@@ -57,6 +53,7 @@ from megatron_lite.telemetry.meters import measure_matmul_peak
 from megatron_lite.telemetry.timers import STEP_TIMERS, Timers
 from megatron_lite.train.agreement import check_agreement
 from megatron_lite.train.canary import check_canary
+from megatron_lite.train.data_axis import build_data_axis
 from megatron_lite.train.dump import DebugDump
 from megatron_lite.train.parts import Core, Parts
 from megatron_lite.train.pipeline import build_pipeline
@@ -105,6 +102,7 @@ def build_run(
             grids,
             info.rank,
             plan.model.num_query_groups,
+            instances=plan.sharding.instances,
             recorder=recorder,
             timeout=timedelta(minutes=config.distributed_timeout_minutes),
         )
@@ -202,7 +200,7 @@ def build_core(
     stage = build_stage(
         config, plan, here, groups, coordinates["dense"], device, pipeline.local_parts
     )
-    buffers = build_buffers(config, plan, stage, coordinates)
+    data_axis = build_data_axis(config, plan, stage, coordinates, groups, pipeline)
     native, warning = False, ""
     if config.native_ops == "on":
         loaded = load_native()
@@ -218,9 +216,10 @@ def build_core(
         device=device,
         pipeline=pipeline,
         stage=stage,
-        buffers=buffers,
-        gradients=MainGradients(buffers, groups, overlap=True),
-        optimizer=Optimizer(buffers, build_rule(config), groups, native),
+        buffers=data_axis.buffers,
+        gathered=data_axis.gathered,
+        gradients=data_axis.gradients,
+        optimizer=Optimizer(data_axis.buffers, build_rule(config), native, data_axis.gathered),
         rates=build_schedule(config, batch),
         native=native,
         native_warning=warning,
@@ -293,20 +292,6 @@ def build_stage(
         compile_layers=config.compile,
     )
     return GPTStage(plan, specs, groups, coordinate, device, options, parts)
-
-
-def build_buffers(
-    config: Config, plan: Plan, stage: GPTStage, coordinates: Mapping[str, Mapping[str, int]]
-) -> FlatBuffers:
-    """Move the stage's parameters into flat buffers."""
-    params = {name: stage.param(name) for name in stage.physical}
-    layout = build_layout(
-        trained(list(stage.physical.values()), params),
-        dtype_of=lambda physical: plan.precision.compute,
-        group_of=param_group,
-        bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
-    )
-    return FlatBuffers(layout, params, coordinates, plan.parallel, plan.precision)
 
 
 def measure_peak(core: Core) -> MachinePeak | None:

@@ -28,7 +28,7 @@ from megatron_lite.train.closing import reduce_closing
 from megatron_lite.train.denominators import start_denominators
 from megatron_lite.train.microbatches import Microbatch, to_device
 from megatron_lite.train.parts import Parts
-from megatron_lite.train.passes import Passes, PassOptions, loss_sums, no_loss
+from megatron_lite.train.passes import Passes, PassOptions, backward_passes, loss_sums, no_loss
 from megatron_lite.train.record import describe_state
 from megatron_lite.train.state import TrainState
 from megatron_lite.verify.classes import MATCH32, MATCH64
@@ -134,7 +134,10 @@ class _Replay:
         """Return loss and gradient norm."""
         parts = self.parts
         self.microbatches: list[Microbatch] = to_device(self.batches, parts)
-        parts.gradients.start_step(len(self.microbatches))
+        actions = plain_table(parts.pipeline.placement, len(self.microbatches)).ranks[
+            parts.groups.pp.rank
+        ]
+        parts.gradients.start_step(len(self.microbatches), backward_passes(actions))
         valid = torch.stack([microbatch.valid for microbatch in self.microbatches]).sum()
         # Every data rank brings the same samples: the count over all of them is the mean's.
         denominators = start_denominators({LM: valid}, parts.groups.dp_cp)
@@ -146,6 +149,7 @@ class _Replay:
             full_positions=parts.full_positions,
             native=parts.native,
             sink=parts.gradients,
+            weights=parts.weight_source,
         )
         exchange = parts.pipeline.exchange
         self.passes = Passes(parts.stage, exchange, self.microbatches, denominators, options)
@@ -154,8 +158,7 @@ class _Replay:
             Kind.NORM: self.close,
             Kind.STEP: lambda action: None,
         }
-        table = plain_table(parts.pipeline.placement, len(self.microbatches))
-        parts.runner.run(table.ranks[parts.groups.pp.rank], handlers, 0)
+        parts.runner.run(actions, handlers, 0)
         exchange.finish()
         return self.figures
 

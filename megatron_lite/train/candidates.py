@@ -19,6 +19,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
 from megatron_lite.mesh.groups import Groups, local_groups
 from megatron_lite.mesh.launch import RunStatus, WorldInfo
+from megatron_lite.microbatch import WeightSource
 from megatron_lite.model.gpt import GPTStage
 from megatron_lite.ops.norm import accumulation_dtype
 from megatron_lite.pipeline.runner import Runner
@@ -46,6 +47,7 @@ class Bench:
     positions: Tensor
     full_positions: Tensor
     native: bool = False
+    weight_source: WeightSource | None = None
 
     @property
     def wide_dtype(self) -> torch.dtype:

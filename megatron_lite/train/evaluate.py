@@ -20,6 +20,7 @@ from megatron_lite.data.build import TrainableDataset
 from megatron_lite.data.loader import iterate_microbatches
 from megatron_lite.mesh.collectives import all_reduce
 from megatron_lite.mesh.groups import Groups
+from megatron_lite.microbatch import WeightSource
 from megatron_lite.model.gpt import GPTStage
 from megatron_lite.pipeline.runner import Runner
 from megatron_lite.train.microbatches import Microbatch, Placement, to_device
@@ -58,6 +59,8 @@ class Evaluated(Placement, Protocol):
     def full_positions(self) -> Tensor: ...
     @property
     def native(self) -> bool: ...
+    @property
+    def weight_source(self) -> WeightSource | None: ...
 
 
 def evaluate(
@@ -111,6 +114,7 @@ def _run(parts: Evaluated, microbatches: Sequence[Microbatch], iteration: int) -
         full_positions=parts.full_positions,
         native=parts.native,
         sink=None,
+        weights=parts.weight_source,
     )
     denominators = {LM: torch.ones((), dtype=torch.float64, device=parts.device)}
     exchange = parts.pipeline.exchange

@@ -19,6 +19,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.data.build import Datasets
 from megatron_lite.data.loader import Batch
 from megatron_lite.mesh.groups import Groups
+from megatron_lite.microbatch import WeightSource
 from megatron_lite.model.gpt import GPTStage
 from megatron_lite.ops.norm import accumulation_dtype
 from megatron_lite.optim.optimizer import Optimizer
@@ -27,6 +28,7 @@ from megatron_lite.pipeline.runner import Runner
 from megatron_lite.resilience.signals import StopDecision
 from megatron_lite.shard.buckets import MainGradients
 from megatron_lite.shard.buffers import FlatBuffers
+from megatron_lite.shard.gather import ResidentWeights
 from megatron_lite.spec.params import ParamSpec
 from megatron_lite.telemetry.facade import Telemetry
 from megatron_lite.telemetry.timers import Timers
@@ -46,6 +48,7 @@ class Core:
         native_warning: why not, where the user did not ask for that.
         specs: logical parameters of the whole model.
         pipeline: how it is cut into stages, and what runs them.
+        gathered: brings parameters that are sharded.
         datasets: the parts of the data.
         facts: what a checkpoint must agree with on resume, JSON-able, by field name.
         code: commit of the program, for the checkpoint.
@@ -59,6 +62,7 @@ class Core:
     pipeline: Pipeline
     stage: GPTStage
     buffers: FlatBuffers
+    gathered: ResidentWeights
     gradients: MainGradients
     optimizer: Optimizer
     rates: RateSchedule
@@ -67,6 +71,11 @@ class Core:
     datasets: Datasets
     facts: Mapping[str, Any]
     code: Mapping[str, Any]
+
+    @property
+    def weight_source(self) -> WeightSource | None:
+        """Who brings parameters that are not always there; None where all are."""
+        return None if self.gathered.is_quiet else self.gathered
 
     @property
     def wide_dtype(self) -> torch.dtype:

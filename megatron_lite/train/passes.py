@@ -20,6 +20,7 @@ from megatron_lite.microbatch import (
     LossSink,
     MicrobatchContext,
     WeightGradientStore,
+    WeightSource,
 )
 from megatron_lite.model.gpt import GPTStage
 from megatron_lite.pipeline.actions import Action, Kind
@@ -35,6 +36,7 @@ class PassOptions:
     Attributes:
         training: with dropout.
         sink: where weight gradients go; None where nothing is differentiated.
+        weights: who brings parameters that are not always there; None where all are.
     """
 
     step: int
@@ -44,6 +46,7 @@ class PassOptions:
     full_positions: Tensor
     native: bool
     sink: GradientSink | None
+    weights: WeightSource | None = None
     keep_activations: bool = False
 
 
@@ -113,6 +116,8 @@ class Passes:
             )
             wanted = None if part.embedding else source
             self._pending[place] = _Pending(handle, wanted, context.wgrads)
+        else:
+            self._end_pass(place)
 
     def backward(self, action: Action) -> None:
         """B: input and weight gradients; a loss's gradient must start with exactly 1."""
@@ -139,6 +144,11 @@ class Passes:
         if pending.source is not None:
             assert pending.source.grad is not None
             self.exchange.put_input_gradient(place, pending.source.grad)
+        self._end_pass(place)
+
+    def _end_pass(self, place: Place) -> None:
+        if self.options.weights is not None:
+            self.options.weights.end_pass(place)
 
     def _context(self, place: Place, microbatch: Microbatch) -> MicrobatchContext:
         options = self.options
@@ -156,6 +166,7 @@ class Passes:
             wgrads=None if options.sink is None else WeightGradientStore(options.sink),
             keep_activations=options.keep_activations,
             native=options.native,
+            weights=options.weights,
         )
 
 
@@ -169,6 +180,11 @@ def once(calls: int, handler: Handler) -> Handler:
             handler(action)
 
     return run
+
+
+def backward_passes(actions: Sequence[Action]) -> list[int]:
+    """Stages in the order in which a rank completes their weight gradients."""
+    return [a.stage for a in actions if a.kind in (Kind.B, Kind.W) and a.stage is not None]
 
 
 def loss_sums(sinks: Mapping[Place, LossSink], term: str) -> dict[int, Tensor]:

@@ -76,9 +76,9 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Content:
-    """What was read, before anything of the run is touched."""
+    """What was read, before anything of the run is touched: values for pieces."""
 
-    tensors: dict[str, Tensor]
+    values: list[tuple[StatePiece, Tensor]]
     state: TrainState
     changes: list[Change]
 
@@ -192,11 +192,10 @@ def _read(core: Core, checkpoint: Checkpoint, source: _Source) -> _Content:
     left = {*difference.missing, *difference.shape}
     stored = _stored_names(core, checkpoint, left, weights_only)
     pieces = _pieces_by_name(core)
-    boxes = [
-        (origin, pieces[name].box.offset, pieces[name].box.shape) for name, origin in stored.items()
-    ]
-    tensors = dict(zip(stored, checkpoint.read_many(boxes), strict=True))
-    return _Content(tensors, state, changes)
+    wanted = [(piece, origin) for name, origin in stored.items() for piece in pieces.get(name, ())]
+    boxes = [(origin, piece.box.offset, piece.box.shape) for piece, origin in wanted]
+    values = zip((piece for piece, _ in wanted), checkpoint.read_many(boxes), strict=True)
+    return _Content(list(values), state, changes)
 
 
 def _compare(core: Core, checkpoint: Checkpoint, source: _Source) -> list[Change]:
@@ -224,7 +223,7 @@ def _stored_names(
     pieces = _pieces_by_name(core)
     if not weights_only:
         return {name: name for name in pieces if name not in left}
-    weights = [name for name, p in pieces.items() if p.kind == "param" and name not in left]
+    weights = [n for n, held in pieces.items() if held[0].kind == "param" and n not in left]
     compute = core.stage.dtype
     widened = [n for n in weights if checkpoint.dtype(n).itemsize > compute.itemsize]
     if core.optimizer.masters and widened:
@@ -241,8 +240,12 @@ def _continue_schedules(core: Core, rates: RateSchedule, saved: Mapping[str, Any
     )
 
 
-def _pieces_by_name(core: Core) -> dict[str, StatePiece]:
-    return {entry_name(piece): piece for piece in core.optimizer.state_pieces()}
+def _pieces_by_name(core: Core) -> dict[str, list[StatePiece]]:
+    """What this rank holds of each tensor: a shard may be several boxes."""
+    found: dict[str, list[StatePiece]] = {}
+    for piece in core.optimizer.state_pieces():
+        found.setdefault(entry_name(piece), []).append(piece)
+    return found
 
 
 def _expected(
@@ -269,9 +272,8 @@ def _apply(core: Core, checkpoint: Checkpoint, source: _Source, content: _Conten
         _continue_schedules(core, core.rates, checkpoint.state["schedule"])
     if core.config.no_load_optim:
         state.updates = 0
-    pieces = _pieces_by_name(core)
     with torch.no_grad():
-        for name, tensor in content.tensors.items():
-            pieces[name].tensor.copy_(tensor)
-    masters = any(name.startswith("optim/master/") for name in content.tensors)
+        for piece, value in content.values:
+            piece.tensor.copy_(value)
+    masters = any(piece.kind == "master" for piece, _ in content.values)
     core.optimizer.after_load("master" if masters else "param", updates=state.updates)

@@ -76,6 +76,7 @@ def load_stage(
     )
     parts = [part for part in shape.parts if shape.placement[part.stage] == pp_rank]
     stage = build_stage(config, plan, specs, groups, coordinate, torch.device(device), parts)
+    stage.allocate()
     checkpoint = Checkpoint(found)
     for name, physical in stage.physical.items():
         for view in physical.views:

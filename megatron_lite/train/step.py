@@ -25,7 +25,14 @@ from megatron_lite.train.denominators import Denominators, start_denominators
 from megatron_lite.train.dump import dump_gradients, write_dump
 from megatron_lite.train.microbatches import Microbatch, to_device
 from megatron_lite.train.parts import Parts
-from megatron_lite.train.passes import Passes, PassOptions, loss_sums, no_loss, once
+from megatron_lite.train.passes import (
+    Passes,
+    PassOptions,
+    backward_passes,
+    loss_sums,
+    no_loss,
+    once,
+)
 from megatron_lite.train.state import TrainState
 
 LM = "lm"
@@ -108,7 +115,8 @@ class TrainStep:
         consumed = self.state.consumed_samples
         self.global_batch_size = self.parts.plan.batch.global_batch_size_at(consumed)
         self.microbatches = to_device(next(self.parts.train_loader), self.parts)
-        self.parts.gradients.start_step(len(self.microbatches))
+        actions = self.parts.pipeline.actions(len(self.microbatches))
+        self.parts.gradients.start_step(len(self.microbatches), backward_passes(actions))
 
     def share_denominators(self) -> None:
         """Start the opening reduction: valid tokens of the global batch.
@@ -136,6 +144,7 @@ class TrainStep:
             full_positions=parts.full_positions,
             native=parts.native,
             sink=parts.gradients,
+            weights=parts.weight_source,
             keep_activations=parts.dump is not None and parts.dump.activations,
         )
         exchange = parts.pipeline.exchange

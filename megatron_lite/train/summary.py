@@ -133,7 +133,7 @@ def rank_layout(parts: Parts, pipeline_rank: int) -> DataLayout:
         bucket_size=parts.config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
     )
     held = [part for part in shape.parts if shape.placement[part.stage] == pipeline_rank]
-    return data_layout(layout, [site for part in held for site in part.ordered_uses])
+    return data_layout(layout, [site for part in held for site in part.uses])
 
 
 def estimate_peak(parts: Parts, pipeline_rank: int) -> Alive:

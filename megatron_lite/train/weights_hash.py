@@ -14,6 +14,7 @@ import torch
 from megatron_lite.checkpoint.strict_json import encode_json
 from megatron_lite.checkpoint.tensors import DTYPE_NAMES, tensor_bytes
 from megatron_lite.mesh.collectives import all_reduce
+from megatron_lite.shard.pieces import StatePiece
 from megatron_lite.train.parts import Core
 
 
@@ -23,11 +24,13 @@ def hash_weights(core: Core) -> str:
     Comm: per logical tensor one all-reduce of its bytes over the world.
     """
     digest = hashlib.sha256()
-    pieces = {p.spec.name: p for p in core.optimizer.state_pieces() if p.kind == "param"}
+    pieces: dict[str, list[StatePiece]] = {}
+    for piece in core.optimizer.state_pieces():
+        if piece.kind == "param" and piece.owned:
+            pieces.setdefault(piece.spec.name, []).append(piece)
     for spec in sorted(core.specs, key=lambda spec: spec.name):
         whole = torch.zeros(spec.shape, dtype=core.stage.dtype, device=core.device)
-        piece = pieces.get(spec.name)
-        if piece is not None and piece.owned:
+        for piece in pieces.get(spec.name, ()):
             region = tuple(
                 slice(low, low + size)
                 for low, size in zip(piece.box.offset, piece.box.shape, strict=True)

@@ -100,6 +100,12 @@ def recompute_axis(granularity: str, method: str = "uniform", layers: int = 1) -
     return Axis("recompute", flags=tuple(flags))
 
 
+def sharding_axis(strategy: str, *flags: str) -> Axis:
+    """Sharding of the data axis; `flags` say how (accumulation, resharding, overlap)."""
+    words = ("--data-parallel-sharding-strategy", strategy, *flags)
+    return Axis("sharding", flags=words, needs="dp")
+
+
 def native_axis(switch: str) -> Axis:
     """Native operations "on" against a reference in plain torch, or "off" against a native one."""
     return Axis(f"native-{switch}", flags=("--native-ops", switch))

@@ -111,6 +111,7 @@ def build_stage(
     specs = model_spec(plan.model, plan.parallel)
     coordinate = {"tp": tp_rank, "cp": 0, "dp": 0, "pp": 0}
     stage = GPTStage(plan, specs, groups or local_groups(), coordinate, "cpu", options)
+    stage.allocate()
     for spec, piece in logical_pieces(stage, coordinate, lambda p: p.data):
         piece.copy_(initial_value(spec, local_box(spec, coordinate, plan.parallel), 7, piece.dtype))
     return stage, specs

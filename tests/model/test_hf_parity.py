@@ -157,6 +157,7 @@ def build_ours(family: str, shape: ModelShape, peer: torch.nn.Module, dtype: tor
     name = str(dtype).removeprefix("torch.")
     plan = replace(build_plan_of(shape), precision=PrecisionShape(name, name, name))
     stage = GPTStage(plan, model_spec(shape, plan.parallel), local_groups(), ORIGIN)
+    stage.allocate()
     pick = gpt2_weight if family == "gpt2" else llama_weight
     for spec, piece in logical_pieces(stage, ORIGIN, lambda p: p.data):
         source = pick(peer, spec.name)

@@ -79,11 +79,11 @@ def tied_gradient_not_reduced() -> Iterator[None]:
 def tied_weight_counted_twice() -> Iterator[None]:
     original = optimizer.norm_ranges
 
-    def planted(pieces: Any, part: Any) -> Any:
+    def planted(pieces: Any, *parts: Any) -> Any:
         tied = [
             dataclasses.replace(p, speaks_for_tensor=True) if p.spec.holders else p for p in pieces
         ]
-        return original(tied, part)
+        return original(tied, *parts)
 
     with patch.object(optimizer, "norm_ranges", planted):
         yield

@@ -16,6 +16,8 @@ from megatron_lite.optim.groups import param_group
 from megatron_lite.shard.buckets import MainGradients
 from megatron_lite.shard.buffers import FlatBuffers, trained
 from megatron_lite.shard.flat import FlatLayout, build_layout
+from megatron_lite.shard.gather import ResidentWeights, build_weights
+from megatron_lite.shard.ownership import build_ownership
 from megatron_lite.spec.params import ParamSpec, model_spec
 from megatron_lite.spec.physical import PhysicalParam, physical_params
 from megatron_lite.spec.shards import Box
@@ -68,10 +70,17 @@ def parallel_shape(
 
 
 def small_layout(
-    physicals: tuple[PhysicalParam, ...], dtype: str = "float64", bucket_size: int = 500
+    physicals: tuple[PhysicalParam, ...],
+    dtype: str = "float64",
+    bucket_size: int = 500,
+    **options: Any,
 ) -> FlatLayout:
     return build_layout(
-        physicals, dtype_of=lambda _: dtype, group_of=param_group, bucket_size=bucket_size
+        physicals,
+        dtype_of=lambda _: dtype,
+        group_of=param_group,
+        bucket_size=bucket_size,
+        **options,
     )
 
 
@@ -85,6 +94,7 @@ class Stand:
     sink: MainGradients
     groups: Groups
     recorder: Recorder
+    weights: ResidentWeights
 
     def contribute(self, value: Callable[[PhysicalParam], Tensor | float]) -> None:
         """One microbatch's backward: every use-site adds `value`, the last layer first."""
@@ -99,12 +109,14 @@ def build_buffers(
     specs: tuple[ParamSpec, ...],
     parallel: ParallelShape,
     rank: int = 0,
+    groups: Groups | None = None,
     *,
     dtype: str = "float64",
     bucket_size: int = 500,
     frozen: tuple[str, ...] = (),
+    stage: int = 0,
 ) -> tuple[FlatBuffers, dict[str, nn.Parameter]]:
-    """Buffers of any rank of any layout; needs no other rank."""
+    """Buffers of any rank of any layout; without shards needs no other rank."""
     stored = physical_params(specs)
     params = {
         p.name: nn.Parameter(
@@ -112,21 +124,34 @@ def build_buffers(
         )
         for p in stored
     }
-    layout = small_layout(trained(stored, params), dtype, bucket_size)
+    ownership = build_ownership(stage, groups or local_groups())
+    layout = small_layout(
+        trained(stored, params),
+        dtype,
+        bucket_size,
+        shards=ownership.shards,
+        unit_of=(lambda physical: physical.uses[0]) if stage == 3 else (lambda physical: None),
+    )
     grids = build_grids(parallel)
     coordinates = {
         "dense": grids.dense.coordinate(rank),
         "expert": grids.expert.coordinate(rank),
     }
-    return FlatBuffers(layout, params, coordinates, parallel, PRECISIONS[dtype]), params
+    precision = PRECISIONS[dtype]
+    return FlatBuffers(layout, params, coordinates, parallel, precision, ownership), params
 
 
 def build_rank_groups(
-    parallel: ParallelShape, rank: int, kv_heads: int, recorder: Recorder | None = None
+    parallel: ParallelShape,
+    rank: int,
+    kv_heads: int,
+    recorder: Recorder | None = None,
+    instances: int = 1,
 ) -> Groups:
     if parallel.world_size == 1:
         return local_groups(recorder)
-    return build_groups(build_grids(parallel), rank, kv_heads, recorder=recorder)
+    grids = build_grids(parallel)
+    return build_groups(grids, rank, kv_heads, instances=instances, recorder=recorder)
 
 
 def build_stand(
@@ -134,17 +159,26 @@ def build_stand(
     rank: int = 0,
     *,
     overlap: bool = True,
+    sharded_accumulation: bool = False,
+    instances: int = 1,
+    reshard_after: str = "forward",
     model: ModelShape | None = None,
     **options: Any,
 ) -> Stand:
     """Buffers, sink and groups; `options` are those of `build_buffers`."""
     parallel, model = parallel or parallel_shape(), model or model_shape()
     specs, recorder = model_spec(model, parallel), Recorder()
-    groups = build_rank_groups(parallel, rank, model.num_query_groups, recorder)
-    buffers, params = build_buffers(specs, parallel, rank, **options)
-    sink = MainGradients(buffers, groups, overlap=overlap)
+    groups = build_rank_groups(parallel, rank, model.num_query_groups, recorder, instances)
+    buffers, params = build_buffers(specs, parallel, rank, groups, **options)
+    sink = MainGradients(
+        buffers, groups, overlap=overlap, sharded_accumulation=sharded_accumulation
+    )
     physicals = tuple(p for p in physical_params(specs) if p.name in buffers.params)
-    return Stand(physicals, params, buffers, sink, groups, recorder)
+    uses = [*dict.fromkeys(use for physical in physicals for use in physical.uses)]
+    weights = build_weights(
+        buffers, [uses], [uses[::-1]], overlap=overlap, reshard_after=reshard_after
+    )
+    return Stand(physicals, params, buffers, sink, groups, recorder, weights)
 
 
 def logical_value(spec: ParamSpec, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

@@ -176,7 +176,7 @@ def model_layout(model: ModelShape, bucket_size: int) -> DataLayout:
         group_of=param_group,
         bucket_size=bucket_size,
     )
-    return data_layout(flat, whole_model(model.num_layers)[0].ordered_uses)
+    return data_layout(flat, whole_model(model.num_layers)[0].uses)
 
 
 def aligned(count: int) -> int:

@@ -1,0 +1,86 @@
+"""The data axis of a run: buckets, who reduces them, and who brings sharded parameters.
+
+What is reduced or gathered together follows from the strategy: buckets of a size where
+parameters are always whole, one per use-site where they are gathered, and never one over
+two stages of a rank where gradients leave after every microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.config.schema import Config
+from megatron_lite.mesh.groups import Groups
+from megatron_lite.model.gpt import GPTStage
+from megatron_lite.optim.groups import param_group
+from megatron_lite.shard.buckets import MainGradients
+from megatron_lite.shard.buffers import FlatBuffers, trained
+from megatron_lite.shard.flat import FlatLayout, build_layout, default_bucket_size
+from megatron_lite.shard.gather import ResidentWeights, build_weights
+from megatron_lite.shard.ownership import build_ownership
+from megatron_lite.spec.physical import PhysicalParam
+from megatron_lite.train.pipeline import Pipeline
+
+
+@dataclass(frozen=True, eq=False)
+class DataAxis:
+    """What of a run is cut or reduced over data ranks."""
+
+    buffers: FlatBuffers
+    gathered: ResidentWeights
+    gradients: MainGradients
+
+
+def build_data_axis(
+    config: Config,
+    plan: Plan,
+    stage: GPTStage,
+    coordinates: Mapping[str, Mapping[str, int]],
+    groups: Groups,
+    pipeline: Pipeline,
+) -> DataAxis:
+    """Move the stage's parameters into buckets."""
+    params = {name: stage.param(name) for name in stage.physical}
+    sharding, parts = plan.sharding, pipeline.local_parts
+    homes = {use: part.stage for part in parts for use in part.uses}
+    ownership = build_ownership(sharding.stage, groups)
+
+    def unit_of(physical: PhysicalParam) -> str | int | None:
+        if sharding.stage == 3:
+            return physical.uses[0]
+        return homes[physical.uses[0]] if sharding.sharded_accumulation else None
+
+    layout = build_layout(
+        trained(list(stage.physical.values()), params),
+        dtype_of=lambda physical: plan.precision.compute,
+        group_of=param_group,
+        bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
+        shards=ownership.shards,
+        unit_of=unit_of,
+    )
+    buffers = FlatBuffers(layout, params, coordinates, plan.parallel, plan.precision, ownership)
+    gathered = build_weights(
+        buffers,
+        [part.uses for part in parts],
+        [part.backward_uses for part in parts],
+        overlap=sharding.overlap_gather,
+        reshard_after=sharding.reshard_after,
+    )
+    gradients = MainGradients(
+        buffers,
+        groups,
+        overlap=sharding.overlap_reduce,
+        sharded_accumulation=sharding.sharded_accumulation,
+        homes=_bucket_homes(layout, homes),
+    )
+    return DataAxis(buffers, gathered, gradients)
+
+
+def _bucket_homes(layout: FlatLayout, homes: Mapping[str, int]) -> list[int]:
+    """Bucket -> the stage whose backward pass completes it: the first in the model."""
+    return [
+        min(homes[use] for name in bucket.names for use in layout.slots[name].physical.uses)
+        for bucket in layout.buckets
+    ]

@@ -1,0 +1,36 @@
+"""Any sharding of the data axis, the same numbers: by the equality classes.
+
+Every strategy meets, in pairs, tied and untied models, data ranks that divide nothing, TP
+with SP, pipelines, accumulation, recomputation and optimizers; the whole product with
+MLITE_PARITY_FULL=1 (`scripts/parity_full.sh`). The clip is active.
+"""
+
+import os
+
+import pytest
+
+from megatron_lite.verify.classes import MATCH32, MATCH32_ADAM, MATCH64
+from megatron_lite.verify.covering import Row
+from tests.parity.conftest import Certifiers
+from tests.parity.sharding import axes_of, batch_of, layers_for, row_name, sharding_rows
+
+pytestmark = pytest.mark.parity
+
+ROWS = sharding_rows(whole=os.environ.get("MLITE_PARITY_FULL") == "1")
+OPTIMIZERS = {"sgd": "", "adam": "--optimizer adam --lr 0.001 --weight-decay 0.1"}
+LIMITS = {("fp32", "sgd"): MATCH32, ("fp32", "adam"): MATCH32_ADAM}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=row_name)
+def test_sharding_equals_one_process(certifier_of: Certifiers, row: Row) -> None:
+    optimizer, precision = str(row["optimizer"]), str(row["precision"])
+    certifier = certifier_of(
+        row["model"],
+        precision,
+        f"--num-layers {layers_for(row)} {OPTIMIZERS[optimizer]}",
+        steps=3,
+        batch=batch_of(row),
+        limits=LIMITS.get((precision, optimizer), MATCH64),
+    )
+    differences, _ = certifier.compare(axes_of(row))
+    assert not differences, "\n".join(map(str, differences[:8]))
