@@ -4,6 +4,7 @@ import os
 import sys
 
 from megatron_lite.checkpoint.arguments import complete_config
+from megatron_lite.checkpoint.places import check_save_place
 from megatron_lite.checkpoint.stores import is_url, local_path
 from megatron_lite.config.flags import parse_config
 from megatron_lite.config.resolve import resolved_yaml
@@ -19,9 +20,10 @@ def run(info: WorldInfo, status: RunStatus) -> int:
     if config.print_config:
         sys.stdout.write(resolved_yaml(config, info.world_size) if info.rank == 0 else "")
         return 0
-    status.save_dir = (
-        None if config.save is None or is_url(config.save) else local_path(config.save)
-    )
+    if config.save is not None and not is_url(config.save):
+        # Before anything is written there, the reason of a refusal too.
+        check_save_place(local_path(config.save))
+        status.save_dir = local_path(config.save)
 
     from megatron_lite.train.build import build_run
     from megatron_lite.train.loop import train

@@ -35,6 +35,7 @@ from megatron_lite.checkpoint.convert.transform import (
     plain_norms,
     to_dtype,
 )
+from megatron_lite.checkpoint.places import check_save_place
 from megatron_lite.checkpoint.stores import directory_only
 from megatron_lite.data.exits import run_tool
 from megatron_lite.errors import UserError
@@ -76,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--true-vocab-size", type=int, help="vocabulary of a megatron source without padding")
     add("--trust-pickle", action="store_true", help="load pickles, in a process of their own")
     add("--allow-unused", action="store_true", help="leave out unknown source tensors, with a note")
+    add("--allow-nonfinite", action="store_true", help="write values that are NaN or infinite")
     add("--no-checking", action="store_true", help="do not read the result back and compare")
     add("--overwrite", action="store_true", help="replace a model that is in --save-dir")
     return parser
@@ -170,6 +172,7 @@ def check_places(load: Path, save: Path, overwrite: bool) -> None:
     Raises:
         UserError: saying which.
     """
+    check_save_place(save)
     if not load.exists():
         raise UserError(f"--load-dir {load}: does not exist")
     real_load, real_save = (Path(os.path.realpath(path)) for path in (load, save))
@@ -177,7 +180,8 @@ def check_places(load: Path, save: Path, overwrite: bool) -> None:
         raise UserError(f"--save-dir {save}: must lie outside of --load-dir {load}")
     if save.exists() and not save.is_dir():
         raise UserError(f"--save-dir {save}: is not a directory")
-    if save.is_dir() and any(save.iterdir()) and not overwrite:
+    # The empty folders that a failed conversion leaves are no model.
+    if save.is_dir() and any(not path.is_dir() for path in save.rglob("*")) and not overwrite:
         raise UserError(f"--save-dir {save}: is not empty; --overwrite replaces a model in it")
 
 
@@ -238,9 +242,11 @@ def convert(args: argparse.Namespace) -> int:
         for note in bundle.notes:
             print(note, file=sys.stderr)
         print(f"converting {bundle.source}: {len(bundle.tensors)} tensors", flush=True)
-        tally = Tally(bundle, lambda line: print(line, flush=True))
+        tally = Tally(bundle, lambda line: print(line, flush=True), args.allow_nonfinite)
         told = write_bundle(args, target, tally.bundle)
         print(f"written: {told}")
+        for name, count in tally.nonfinite.items():
+            print(f"warning: {name}: {count} values are NaN or infinite", file=sys.stderr)
         lines = [f"{len(tally.hashes)} tensors, {tally.num_bytes} bytes"]
         if not args.no_checking:
             lines += ["read back and equal"]

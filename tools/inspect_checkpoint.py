@@ -148,13 +148,25 @@ def format_list(report: dict[str, Any]) -> str:
 
 
 def describe_difference(here: Found, there: Found, parts: Sequence[str]) -> dict[str, Any]:
-    """Compare two checkpoints; `equal` says whether the compared parts agree."""
-    from megatron_lite.checkpoint.compare import GROUPS, compare_tensors
+    """Compare two checkpoints; `equal` says whether the compared parts agree.
+
+    Raises:
+        UserError: neither has any of the parts.
+    """
+    from megatron_lite.checkpoint.compare import GROUPS, compare_tensors, names_of
     from megatron_lite.checkpoint.reader import Checkpoint
     from megatron_lite.checkpoint.resume import state_differences
 
-    groups = [part for part in parts if part in GROUPS]
-    tensors = [asdict(d) for d in compare_tensors(Checkpoint(here), Checkpoint(there), groups)]
+    pair = Checkpoint(here), Checkpoint(there)
+    absent = [p for p in parts if p in GROUPS and not any(names_of(c, [p]) for c in pair)]
+    compared = [part for part in parts if part not in absent]
+    if not compared:
+        raise UserError(
+            f"{here.place} and {there.place}: neither has {' or '.join(absent)}, so there is "
+            "nothing to compare"
+        )
+    groups = [part for part in compared if part in GROUPS]
+    tensors = [asdict(d) for d in compare_tensors(*pair, groups)]
     for tensor in tensors:  # JSON has no infinity
         for name in ("max_abs", "max_relative"):
             tensor[name] = tensor[name] if math.isfinite(tensor[name]) else None
@@ -165,7 +177,8 @@ def describe_difference(here: Found, there: Found, parts: Sequence[str]) -> dict
     return {
         "here": {"directory": here.place, "step": here.step},
         "there": {"directory": there.place, "step": there.step},
-        "compared": list(parts),
+        "compared": compared,
+        "absent": absent,
         "tensors": tensors,
         "state": state,
         "equal": not tensors and not state,
@@ -194,6 +207,8 @@ def format_difference(report: dict[str, Any]) -> str:
     lines += [f"  state {s['path']}: {s['here']!r} here, {s['there']!r} there"
               for s in report["state"]]  # fmt: skip
     told = f"{len(report['tensors'])} tensors and {len(report['state'])} values of the state differ"
+    if report["absent"]:
+        lines.append(f"neither has {' or '.join(report['absent'])}")
     lines.append(f"equal in {', '.join(report['compared'])}" if report["equal"] else told)
     return "\n".join(lines)
 

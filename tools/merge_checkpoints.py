@@ -43,6 +43,7 @@ from megatron_lite.checkpoint.merge import (
     offset_coefficients,
     search_weights,
 )
+from megatron_lite.checkpoint.places import check_save_place
 from megatron_lite.checkpoint.stores import directory_only
 from megatron_lite.config.architecture import architecture_facts
 from megatron_lite.config.schema import Config, DataConfig, flag_fields
@@ -256,6 +257,7 @@ def merge(args: argparse.Namespace) -> int:
         raise UserError("--search needs --base and an input, or two inputs")
     coefficients = None if args.search else choose_coefficients(args, len(args.inputs))
     args.save = directory_only("--save", args.save)
+    check_save_place(args.save)
     places = [*([] if args.base is None else [args.base]), *args.inputs]
     models = [open_model(place) for place in places]
     check_alike(models)

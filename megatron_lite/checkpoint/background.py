@@ -25,6 +25,12 @@ def _failure(message: str) -> dict[str, str]:
     return {"kind": "DamagedError", "message": message}
 
 
+def _left(job: Job) -> str:
+    """What nobody has removed, for the message."""
+    attempt = job.request.plan.attempt
+    return f"; attempts/{attempt} is not published and stays until a later save or run sweeps it"
+
+
 class Writer:
     """A rank's handle of its writer.
 
@@ -148,7 +154,7 @@ class Finalizer:
                 self._child.close(0.0)
                 self._child = None
                 if self._restarted:
-                    message = f"the finalizer process {ending}, twice"
+                    message = f"the finalizer process {ending}, twice{_left(self._job)}"
                     reply = {"bytes": 0, "notes": [], "failure": _failure(message)}
                 else:
                     self._restarted = True
@@ -172,6 +178,7 @@ class Finalizer:
                 self._child = Child(self._words)
             except OSError as error:
                 message = f"the finalizer process cannot be started: {error.strerror}"
+                message += _left(self._job)
                 self._reply = {"bytes": 0, "notes": [], "failure": _failure(message)}
                 self._job = None
                 return

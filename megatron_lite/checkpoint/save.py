@@ -24,12 +24,11 @@ from megatron_lite.checkpoint.attempt import (
 )
 from megatron_lite.checkpoint.commit import CommitPlan
 from megatron_lite.checkpoint.files import FileSystem
-from megatron_lite.checkpoint.manifest import ATTEMPT_PATTERN
+from megatron_lite.checkpoint.places import check_save_place
 from megatron_lite.checkpoint.retention import WriterLock
 from megatron_lite.checkpoint.strict_json import plain_json
 from megatron_lite.checkpoint.tensors import StateEntry, take_snapshot
 from megatron_lite.checkpoint.together import every_rank, first_rank
-from megatron_lite.errors import UserError
 from megatron_lite.mesh.groups import Group
 
 __all__ = [
@@ -148,7 +147,7 @@ def check_writable(root: Path, group: Group, files: FileSystem | None = None) ->
     files = files or FileSystem()
 
     def probe() -> None:
-        _refuse_inside_checkpoint(root)
+        check_save_place(root)
         folder = root / "attempts"
         files.ensure_directory(folder)
         path = folder / f".probe-{group.rank}-{secrets.token_hex(8)}"
@@ -156,17 +155,6 @@ def check_writable(root: Path, group: Group, files: FileSystem | None = None) ->
         files.remove_file(path)
 
     every_rank(probe, group, root)
-
-
-def _refuse_inside_checkpoint(root: Path) -> None:
-    """Saves inside a checkpoint's own directory would be deleted with it."""
-    path = root.resolve()
-    for folder in (path, *path.parents):
-        if folder.parent.name == "attempts" and ATTEMPT_PATTERN.fullmatch(folder.name):
-            raise UserError(
-                f"{root}: lies inside the checkpoint {folder}, which retention may delete: "
-                "save to another directory"
-            )
 
 
 def begin_save(

@@ -15,6 +15,8 @@ SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 NEED_MODEL = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 NEED_CHECKPOINT = ("finetune", "use_checkpoint_args", "use_mp_args_from_checkpoint_args")
 CREDENTIALS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/]*@|.*\?)")
+# One slash after the protocol, or nothing after two: file:/x, s3://
+HALF_URL = re.compile(r"[a-z][a-z0-9+.-]+:(/(?!/)|///*$)", re.IGNORECASE)
 NUMBER = re.compile(r"[.0-9]+")
 
 
@@ -80,6 +82,15 @@ def urls_with_credentials(f: Facts) -> str:
     names = ("load", "pretrained_checkpoint", "save")
     flags = [name for name in names if CREDENTIALS.match(getattr(f.config, name) or "")]
     return ", ".join(f"--{name.replace('_', '-')}" for name in flags)
+
+
+def misspelled_url(f: Facts) -> str:
+    """Name the first checkpoint flag whose value is half a URL, and the value, or ''."""
+    for name in ("load", "pretrained_checkpoint", "save"):
+        text = getattr(f.config, name) or ""
+        if HALF_URL.match(text):
+            return f"--{name.replace('_', '-')} {text}"
+    return ""
 
 
 def split_fault(f: Facts) -> str:
@@ -232,6 +243,14 @@ RUN_RULES: tuple[Rule, ...] = (
         lambda f: (
             f"{urls_with_credentials(f)}: credentials in a URL would be written into checkpoints "
             "and logs: give PROTOCOL://BUCKET/FOLDER, and them in the environment"
+        ),
+    ),
+    Rule(
+        "url-spelling",
+        lambda f: bool(misspelled_url(f)),
+        lambda f: (
+            f"{misspelled_url(f)}: neither a path nor a URL: give /PATH, file:///PATH or "
+            "PROTOCOL://BUCKET/FOLDER"
         ),
     ),
     Rule(

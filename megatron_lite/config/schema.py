@@ -635,7 +635,7 @@ class RunConfig:
     )
     exit_duration_in_mins: int | None = flag(None, "Stop after this time.", unit="minutes")
     exit_signal_handler: bool = flag(
-        False, "Save and stop on SIGTERM (always done here with --save)."
+        False, "Save and stop on SIGTERM (always done here with --save); SIGINT ends unsaved."
     )
     check_for_nan_in_loss_and_grad: bool = flag(
         True,

@@ -148,7 +148,9 @@ def describe(error: BaseException, info: WorldInfo, status: RunStatus) -> Failur
         reason = str(error).partition("\n")[0]
         return Failure(code, f"{place}not enough memory: {reason}", info.rank, status.step)
     if isinstance(error, KeyboardInterrupt):
-        return Failure(130, "interrupted", info.rank, status.step)
+        # A request to save is SIGTERM; Ctrl-C ends at once, in the middle of a step.
+        reason = "interrupted by SIGINT, nothing is saved (SIGTERM saves first)"
+        return Failure(130, reason if status.save_dir else "interrupted", info.rank, status.step)
     text = "".join(traceback.format_exception(error)).rstrip("\n")
     text += f"\n{place or f'rank {info.rank}: '}failed with {type(error).__name__}"
     if info.world_size > 1:

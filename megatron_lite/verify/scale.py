@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.options import Option, build_options
-from megatron_lite.config.pipeline_plan import FILE, stages_per_rank
 from megatron_lite.config.plan import (
     build_batch,
     ffn_size,
@@ -28,18 +27,17 @@ from megatron_lite.config.plan import (
     rotary_dim,
 )
 from megatron_lite.config.schema import Config, ModelConfig, MoEConfig, flag_fields
-from megatron_lite.pipeline.schedules import FIXED_CHUNKS
 from megatron_lite.verify.axes import (
     Axis,
     Case,
     data_axis,
     microbatch_axis,
     native_axis,
-    pipeline_axis,
     recompute_axis,
     sequence_axis,
     tensor_axis,
 )
+from megatron_lite.verify.scale_pipeline import ScaledPipeline, scale_pipeline
 from megatron_lite.verify.tiny_data import write_tiny_dataset
 
 MOST_RANKS = 8
@@ -155,14 +153,20 @@ def scale_down(config: Config, world_size: int, data: Path, steps: int, precisio
     }
     user["dp"] = world_size // (user["tp"] * user["pp"])
     sizes = scale_axis_sizes(user)
-    model = scale_model(config, sizes["tp"], sizes["pp"])
+    plan = build_batch(config, user["dp"])
+    microbatches = plan.ramp[-1][1] // (plan.micro_batch_size * user["dp"])
+    pipeline = None
+    if user["pp"] > 1:
+        pipeline = scale_pipeline(config, sizes["pp"], microbatches)
+    model = scale_model(config, sizes["tp"], pipeline)
     seq_length = model.pop("seq_length")
     kept = kept_values(config, model)
-    micro, accumulation = scale_batch(config, user["dp"], sizes["pp"])
+    micro = min(plan.micro_batch_size, 2)
+    accumulation = scale_microbatches(microbatches, pipeline)
     batch = micro * accumulation * sizes["dp"]
     # The mean of micro-batch means, and everything that routes tokens, depends on them.
     fixed = config.legacy_loss_normalization or config.num_experts is not None
-    axes = scaled_axes(config, sizes, micro if accumulation > 1 and not fixed else None)
+    axes = scaled_axes(config, sizes, pipeline, micro, accumulation > 1 and not fixed)
     case = Case(
         flags=(
             *format_flags(kept),
@@ -184,15 +188,15 @@ def scale_down(config: Config, world_size: int, data: Path, steps: int, precisio
     ]
     notes += [f"{name}: {user[name]} -> {size}" for name, size in sizes.items()]
     notes.append(
-        f"global batch: {build_batch(config, user['dp']).ramp[-1][1]} -> {batch} "
+        f"global batch: {plan.ramp[-1][1]} -> {batch} "
         f"(micro-batch {micro}, {accumulation} per rank)"
     )
-    notes += pipeline_notes(config)
+    notes += pipeline.notes(config) if pipeline is not None else []
     notes.append(f"data -> tiny documents, their ends masked; optimizer -> SGD, {precision}")
     return Scaled(case, tuple(notes))
 
 
-def scale_model(config: Config, tp: int, pp: int = 1) -> dict[str, int]:
+def scale_model(config: Config, tp: int, pipeline: ScaledPipeline | None) -> dict[str, int]:
     """Sizes of the scaled model by destination."""
     heads, groups = scale_heads(
         required(config.num_attention_heads),
@@ -208,9 +212,8 @@ def scale_model(config: Config, tp: int, pp: int = 1) -> dict[str, int]:
         hidden += 2 * channels  # the width of the heads is not that of the model
     ratio = min(max(ffn_size(config) / required(config.hidden_size), 1.0), 4.0)
     layers = min(required(config.num_layers), 2)
-    if pp > 1:
-        # One layer per stage; two where a stage recomputes only part of its layers.
-        layers = pp * stages_per_rank(config) * (2 if config.recompute_method == "block" else 1)
+    if pipeline is not None:
+        layers = sum(pipeline.layers)
     seq_length = 3 * tp if tp > 8 or 24 % tp else 24
     longer = required(config.max_position_embeddings) > required(config.seq_length)
     sizes = {
@@ -240,50 +243,41 @@ def scale_channels(config: Config) -> int:
     return head_channels(config)
 
 
-def scale_batch(config: Config, user_dp: int, pp: int = 1) -> tuple[int, int]:
-    """Micro-batch size, and micro-batches per rank: one stays one, several become two.
+def scale_microbatches(microbatches: int, pipeline: ScaledPipeline | None) -> int:
+    """Micro-batches per rank: one stays one, several become two.
 
-    In a pipeline they become twice its ranks, so that it has a steady phase, or stay fewer.
+    In a pipeline they become twice its ranks, so that it has a steady phase, or stay fewer;
+    a table has its number.
     """
-    plan = build_batch(config, user_dp)
-    microbatches = plan.ramp[-1][1] // (plan.micro_batch_size * user_dp)
-    return min(plan.micro_batch_size, 2), min(microbatches, 2 * pp)
+    if pipeline is None:
+        return min(microbatches, 2)
+    return pipeline.microbatches or min(microbatches, 2 * pipeline.ranks)
 
 
-def scale_pipeline(config: Config, pp: int) -> Axis:
-    """The user's schedule on fewer ranks; a table from a file has its size, and is left out."""
-    schedule = None if is_table(config) else config.pipeline_schedule
-    chunks = stages_per_rank(config)
-    return pipeline_axis(pp, schedule, 1 if schedule in FIXED_CHUNKS else chunks)
+def scaled_axes(
+    config: Config,
+    sizes: Mapping[str, int],
+    pipeline: ScaledPipeline | None,
+    micro: int,
+    accumulates: bool,
+) -> tuple[Axis, ...]:
+    """The axes that the user's layout has.
 
-
-def is_table(config: Config) -> bool:
-    """Whether the schedule is a file."""
-    return (config.pipeline_schedule or "").startswith(FILE)
-
-
-def pipeline_notes(config: Config) -> list[str]:
-    """What of a pipeline's flags is not kept."""
-    if config.pipeline_model_parallel_size == 1:
-        return []
-    notes = [f"stages per pipeline rank: {stages_per_rank(config)}, of equally many layers"]
-    if is_table(config):
-        notes.append(f"schedule: {config.pipeline_schedule} -> 1f1b or interleaved")
-    return notes
-
-
-def scaled_axes(config: Config, sizes: Mapping[str, int], micro: int | None) -> tuple[Axis, ...]:
-    """The axes that the user's layout has."""
+    Args:
+        micro: micro-batch size.
+        accumulates: several micro-batches against one are an axis.
+    """
     axes: list[Axis] = []
     if sizes["tp"] > 1:
         axes.append(tensor_axis(sizes["tp"]))
         if config.sequence_parallel:
             axes.append(sequence_axis())
-    if sizes["pp"] > 1:
-        axes.append(scale_pipeline(config, sizes["pp"]))
-    if sizes["dp"] > 1:
+    has_table = pipeline is not None and pipeline.microbatches is not None
+    if pipeline is not None:
+        axes.append(pipeline.axis(sizes["dp"], micro) if has_table else pipeline.axis())
+    if sizes["dp"] > 1 and not has_table:
         axes.append(data_axis(sizes["dp"]))
-    if micro is not None:
+    if accumulates and not has_table:
         axes.append(microbatch_axis(micro))
     recompute = recompute_kind(config)
     if recompute != "none":

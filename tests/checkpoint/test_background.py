@@ -124,7 +124,8 @@ def test_row_29_a_finalizer_that_dies_is_started_once_more_and_then_given_up(
     assert run.finalizer.pid != first
     run.save(2)
     failure = run.finalizer.poll(None)["failure"]
-    assert "ended by signal 9, twice" in failure["message"]
+    assert "ended by signal 9, twice; attempts/2-" in failure["message"]
+    assert "stays until a later save or run sweeps it" in failure["message"]
     assert published_steps(tmp_path / "save") == [3, 1]
     run.save(4)
     assert run.finalizer.poll(None)["failure"] is None
@@ -161,9 +162,10 @@ def test_processes_that_cannot_be_started_are_one_failed_save(
         run.save(1)
         for child, name in ((run.writer, "writer"), (run.finalizer, "finalizer")):
             failure = child.poll(None)["failure"]
-            assert failure["message"] == (
-                f"the {name} process cannot be started: Too many open files"
-            )
+            told = f"the {name} process cannot be started: Too many open files"
+            assert failure["message"].startswith(told)
+            left = "; attempts/1-" in failure["message"]
+            assert left == (name == "finalizer")
     run.save(2)
     assert run.writer.poll(None)["failure"] is None
     assert run.finalizer.poll(None)["failure"] is None

@@ -172,6 +172,20 @@ def test_the_same_state_in_two_layouts_is_equal(
     assert "state lr: 4.1 here, 'absent' there" in out and "0 tensors" in out
 
 
+def test_what_neither_has_is_not_called_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [save_tensors(tmp_path / name, {"a": torch.ones(2)}) for name in ("a", "b")]
+    words.insert(1, "--diff")
+    assert main([*words, "--only", "moments"]) == 2
+    told = capsys.readouterr()
+    assert "neither has moments, so there is nothing to compare" in told.err
+    assert "equal" not in told.out
+    assert main([*words, "--only", "weights", "masters", "moments"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["neither has masters or moments", "equal in weights"]
+
+
 def test_differences_are_told_tensor_by_tensor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

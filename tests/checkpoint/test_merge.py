@@ -138,6 +138,22 @@ def test_the_layout_of_the_inputs_does_not_matter(tmp_path: Path) -> None:
     assert all(same_bits(one.read(name), two.read(name)) for name in one.names)
 
 
+@pytest.mark.parametrize("inside", ["published/x", "attempts/ATTEMPT/x", "epochs"])
+def test_results_are_not_saved_into_an_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], inside: str
+) -> None:
+    one = save_model(tmp_path / "one", random_weights(1))
+    two = save_model(tmp_path / "two", random_weights(2))
+    (attempt,) = (tmp_path / "one" / "attempts").glob("7-*[!k]")
+    (tmp_path / "one" / "epochs").mkdir(exist_ok=True)
+    place = tmp_path / "one" / inside.replace("ATTEMPT", attempt.name)
+    before = sorted((tmp_path / "one").rglob("*"))
+    assert main([one, two, "--save", str(place)]) == 2
+    assert f"{place}: lies inside " in capsys.readouterr().err
+    assert sorted((tmp_path / "one").rglob("*")) == before
+    assert open_checkpoint(one).step == 7
+
+
 @pytest.mark.parametrize(
     ("words", "facts", "told"),
     [

@@ -170,6 +170,13 @@ def test_one_process_tells_its_error_and_writes_the_reason(
     assert json.loads((tmp_path / "exit_status.json").read_text())["code"] == 2
 
 
+def test_an_interrupt_says_that_it_saves_nothing(tmp_path: Path) -> None:
+    told = describe(KeyboardInterrupt(), WorldInfo(), RunStatus(save_dir=tmp_path, step=3))
+    assert (told.code, told.step) == (130, 3)
+    assert "nothing is saved" in told.reason and "SIGTERM saves first" in told.reason
+    assert describe(KeyboardInterrupt(), WorldInfo(), RunStatus()).reason == "interrupted"
+
+
 def test_the_programs_own_exit_is_passed_on() -> None:
     def program() -> int:
         raise SystemExit(0)

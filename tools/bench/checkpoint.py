@@ -1,7 +1,8 @@
 """Time saving and loading a state of one rank, ours against the usual ways, on one disk.
 
 Every way runs in a process of its own; the ways take turns, round by round, so that a busy
-machine disturbs all alike. A process saves twice, the second time is measured. Columns:
+machine disturbs all alike. A process saves three times: the second is timed, the memory is
+watched at the third. Columns:
 
 - pause: until training may go on; in brackets as multiple of one copy of the state into
   memory that is there already, timed in the same process.
@@ -103,10 +104,10 @@ def memory_bytes() -> int:
 
 
 class Peak:
-    """The most memory while a block runs, and the CPU seconds that looking has cost."""
+    """The most memory while a block runs."""
 
     def __enter__(self) -> Peak:
-        self.most, self.cpu_s = memory_bytes(), 0.0
+        self.most = memory_bytes()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -120,7 +121,6 @@ class Peak:
     def _watch(self) -> None:
         while not self._over.wait(SAMPLE_S):
             self.most = max(self.most, memory_bytes())
-            self.cpu_s = time.thread_time()
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -169,25 +169,27 @@ def read_raw(paths: Sequence[Path]) -> list[mmap.mmap]:
 
 
 def measure_save(way: Way, state: State) -> dict[str, float]:
-    """The second of two saves."""
+    """Time of the second of three saves, memory of the third.
+
+    Looking at the memory of a process walks all its pages: it costs CPU time, and a copy
+    waits for it.
+    """
     way.save(1)()
-    before, cpu = memory_bytes(), cpu_seconds()
+    cpu, start = cpu_seconds(), time.perf_counter()
+    wait = way.save(2)
+    pause = time.perf_counter() - start
+    wait()
+    wall = time.perf_counter() - start
+    cpu = cpu_seconds() - cpu
+    before = memory_bytes()
     if not before:
         raise UserError("/proc/self/smaps_rollup does not tell memory here")
     state_bytes = sum(tensor.nbytes for tensor in state.values())
     reused = max(0, before - state_bytes - BASE_BYTES[0])
     with Peak() as peak:
-        start = time.perf_counter()
-        wait = way.save(2)
-        pause = time.perf_counter() - start
-        wait()
-        wall = time.perf_counter() - start
-    return {
-        "pause_s": pause,
-        "wall_s": wall,
-        "cpu_s": cpu_seconds() - cpu - peak.cpu_s,
-        "extra_bytes": float(max(0, peak.most - before) + reused),
-    }
+        way.save(3)()
+    extra = float(max(0, peak.most - before) + reused)
+    return {"pause_s": pause, "wall_s": wall, "cpu_s": cpu, "extra_bytes": extra}
 
 
 BASE_BYTES = [0]  # of the interpreter and its libraries, before there is a state
@@ -304,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         check_writable(options.json)
         os.makedirs(options.directory, exist_ok=True)
-        needed = 3 * options.size  # two saves, and some room
+        needed = 4 * options.size  # three saves, and some room
         if shutil.disk_usage(options.directory).free < needed:
             raise UserError(f"--directory {options.directory}: {needed} bytes are needed there")
         rows: list[dict[str, Any]] = []

@@ -27,6 +27,7 @@ from megatron_lite.checkpoint.convert.tokenizer_files import (
 )
 from megatron_lite.checkpoint.direct import LogicalTensor, write_directly
 from megatron_lite.checkpoint.files import FileSystem, storage_error
+from megatron_lite.checkpoint.places import check_save_place
 from megatron_lite.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_lite.checkpoint.save import SaveResult
 from megatron_lite.checkpoint.state import check_state, converted_state, is_converted
@@ -158,6 +159,7 @@ def write_native(bundle: Bundle, directory: str | Path, *, overwrite: bool = Fal
         UserError, DamagedError: nothing was published.
     """
     root, files = Path(directory), FileSystem()
+    check_save_place(root)
     others = [step for step in published_steps(root) if step != 0]
     if others:
         raise UserError(

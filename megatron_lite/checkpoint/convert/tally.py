@@ -16,7 +16,7 @@ from megatron_lite.checkpoint.convert.bundle import Bundle
 from megatron_lite.checkpoint.direct import LogicalTensor
 from megatron_lite.checkpoint.strict_json import encode_json
 from megatron_lite.checkpoint.tensors import tensor_bytes
-from megatron_lite.errors import DamagedError
+from megatron_lite.errors import DamagedError, UserError
 
 PROGRESS_BYTES = 10**9
 
@@ -27,10 +27,16 @@ class Tally:
     Args:
         bundle: what is converted.
         say: takes a progress line, about every gigabyte.
+        allow_nonfinite: write NaN and infinities too; without it they end the conversion.
+
+    Attributes:
+        nonfinite: values that are no finite numbers, by tensor, where there are some.
     """
 
-    def __init__(self, bundle: Bundle, say: Callable[[str], None]):
+    def __init__(self, bundle: Bundle, say: Callable[[str], None], allow_nonfinite: bool = False):
         self.hashes: dict[str, str] = {}
+        self.nonfinite: dict[str, int] = {}
+        self._allow_nonfinite = allow_nonfinite
         self.num_bytes = 0
         self.bundle = replace(
             bundle, tensors={n: self._watch(t) for n, t in bundle.tensors.items()}
@@ -42,11 +48,25 @@ class Tally:
         def load() -> Tensor:
             value = tensor.load()
             if tensor.name not in self.hashes:
+                self._check_finite(tensor.name, value)
                 self.hashes[tensor.name] = hashlib.sha256(tensor_bytes(value)).hexdigest()
                 self._advance(value.nbytes)
             return value
 
         return replace(tensor, load=load)
+
+    def _check_finite(self, name: str, value: Tensor) -> None:
+        """Count what is no finite number; weights that have some train and answer nothing."""
+        wide = value.float() if value.is_floating_point() and value.itemsize == 1 else value
+        count = value.numel() - int(wide.isfinite().sum())
+        if not count:
+            return
+        self.nonfinite[name] = count
+        if not self._allow_nonfinite:
+            raise UserError(
+                f"{name}: {count} of {value.numel()} values are NaN or infinite as {value.dtype}: "
+                f"the source is damaged, or its values do not fit; --allow-nonfinite writes them"
+            )
 
     def _advance(self, size: int) -> None:
         self.num_bytes += size

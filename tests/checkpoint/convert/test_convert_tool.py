@@ -67,6 +67,24 @@ def test_megatron_words_are_understood(places: tuple[Path, Path, Path]) -> None:
     assert open_checkpoint(native).step == 0
 
 
+def test_weights_that_are_no_numbers_are_refused_unless_they_are_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle, bad = random_bundle(LLAMA), "decoder.layers.1.mlp.linear_up.weight"
+    weight = bundle.tensors[bad].load().clone()
+    weight[0, 0], weight[-1, 2] = float("nan"), float("-inf")
+    tensors = {**bundle.tensors, bad: replace(bundle.tensors[bad], load=lambda: weight)}
+    write_hf(replace(bundle, tensors=tensors), tmp_path / "hf")
+    line = words("hf", "native", tmp_path / "hf", tmp_path / "native")
+    assert main(line) == 2
+    assert f"{bad}: 2 of {weight.numel()} values are NaN or infinite" in capsys.readouterr().err
+    assert not (tmp_path / "native" / "published").exists()
+    assert main([*line, "--allow-nonfinite"]) == 0
+    told = capsys.readouterr()
+    assert f"warning: {bad}: 2 values are NaN or infinite" in told.err
+    assert "read back and equal" in told.out
+
+
 def test_through_megatron_and_back_to_the_bit(places: tuple[Path, Path, Path]) -> None:
     source, native, back = places
     layout = ("--target-tensor-parallel-size", "2", "--no-checking")
