@@ -6,7 +6,7 @@ anything of it is handed out. Nothing is converted: the dtype is that of the fil
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,16 +88,21 @@ class Checkpoint:
         """
         return self.read_many([(name, offset, shape)])[0]
 
-    def read_many(self, requests: Iterable[BoxRequest]) -> list[Tensor]:
+    def read_many(
+        self,
+        requests: Iterable[BoxRequest],
+        room: Callable[[int, torch.dtype], Tensor | None] | None = None,
+    ) -> list[Tensor]:
         """Return many boxes, (name, offset, shape) as `read` takes them, in their order.
 
+        `room` may give a tensor of the shape to read request number i of a dtype into.
         Pieces are read and verified side by side by a few threads; memory beyond the
         result is two chunks per thread. All or nothing: damage in one piece is an error,
         and nothing is returned.
         """
         results: list[Tensor] = []
         works: list[PieceWork] = []
-        for name, offset, shape in requests:
+        for number, (name, offset, shape) in enumerate(requests):
             record = self._record(name)
             offset = (0,) * len(record.shape) if offset is None else tuple(offset)
             if shape is None:
@@ -107,7 +112,9 @@ class Checkpoint:
                 raise UserError(
                     f"{name} {list(record.shape)}: no box {list(shape)} at {list(offset)}"
                 )
-            out = torch.empty(shape, dtype=TORCH_DTYPES[record.dtype])
+            dtype = TORCH_DTYPES[record.dtype]
+            given = room(number, dtype) if room is not None else None
+            out = torch.empty(shape, dtype=dtype) if given is None else given
             results.append(out)
             for piece in record.pieces:
                 common = intersect(wanted, (piece.offset, piece.shape))

@@ -14,6 +14,7 @@ from megatron_lite.config.pipeline_plan import PipelineShape, plan_pipeline, sta
 from megatron_lite.config.ramp import Ramp, count_train_iters, linear_ramp, schedule_ramp
 from megatron_lite.config.schema import Config
 from megatron_lite.config.sharding_plan import ShardingShape, plan_sharding
+from megatron_lite.config.state_plan import main_grad_dtype, narrow_moments
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,19 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class PrecisionShape:
-    """Dtype names; `master == compute` means that there is no separate master copy."""
+    """Dtype names; `master == compute` means that there is no separate master copy.
+
+    `moments`: (kind, dtype) of the optimizer state that is narrower than the masters.
+    """
 
     compute: str
     master: str
     main_grad: str
+    moments: tuple[tuple[str, str], ...] = ()
+
+    def state(self, kind: str) -> str:
+        """Dtype of the optimizer state of a kind."""
+        return dict(self.moments).get(kind, self.master)
 
 
 @dataclass(frozen=True)
@@ -291,8 +300,10 @@ def build_precision(config: Config) -> PrecisionShape:
     if config.fp64:
         return PrecisionShape("float64", "float64", "float64")
     if config.bf16 or config.fp16:
-        return PrecisionShape("bfloat16" if config.bf16 else "float16", "float32", "float32")
-    return PrecisionShape("float32", "float32", "float32")
+        compute = "bfloat16" if config.bf16 else "float16"
+        gradients, moments = main_grad_dtype(config), narrow_moments(config)
+        return PrecisionShape(compute, "float32", gradients, moments)
+    return PrecisionShape("float32", "float32", "float32", narrow_moments(config))
 
 
 def recompute_kind(config: Config) -> str:

@@ -17,6 +17,7 @@ from megatron_lite.config.pipeline_rules import PIPELINE_RULES
 from megatron_lite.config.run_rules import RUN_RULES
 from megatron_lite.config.schema import Config
 from megatron_lite.config.sharding_rules import SHARDING_RULES
+from megatron_lite.config.state_rules import STATE_RULES
 from megatron_lite.config.support_rules import SUPPORT_RULES
 from megatron_lite.errors import UserError
 
@@ -27,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     *SHARDING_RULES,
     *BATCH_RULES,
     *OPTIMIZER_RULES,
+    *STATE_RULES,
     *RUN_RULES,
     *SUPPORT_RULES,
 )

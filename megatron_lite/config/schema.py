@@ -392,6 +392,18 @@ class OptimizerConfig:
         None, "Keep a moving average of the weights with this decay per update."
     )
     eval_with_ema: bool = flag(False, "Evaluate the average of --weight-ema-decay.")
+    optimizer_offload: str = flag(
+        "none",
+        "Where masters and moments lie: beside the parameters, in host memory, in a file.",
+        choices=("none", "cpu", "disk"),
+    )
+    optimizer_cpu_offload: bool = flag(False, "The same as --optimizer-offload cpu.")
+    optimizer_offload_fraction: float = flag(
+        1.0, "Share of the state that is offloaded, in whole buckets.", unit="fraction"
+    )
+    offload_dir: str | None = flag(
+        None, "Directory of --optimizer-offload disk; each rank has a file without a name in it."
+    )
     clip_grad: float = flag(1.0, "Largest global gradient norm; 0: no clipping.")
     override_opt_param_scheduler: bool = flag(
         False,
@@ -413,7 +425,29 @@ class PrecisionConfig:
     fp16: bool = flag(False, "Compute in float16 with a loss scale.")
     fp64: bool = flag(False, "Everything in float64: the verification mode.")
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, "Accumulate and reduce gradients in fp32 (always done here)."
+        False, "Accumulate and reduce gradients in fp32 (the default here)."
+    )
+    grad_reduce_in_bf16: bool = flag(
+        False, "Accumulate and reduce gradients in bf16: half the bytes, 2^-9 off per sum."
+    )
+    use_precision_aware_optimizer: bool = flag(
+        False, "Let main gradients and Adam's moments be narrower (the gate of the next four)."
+    )
+    main_grads_dtype: str = flag(
+        "fp32", "Dtype of main gradients, accumulated and reduced.", choices=("fp32", "bf16")
+    )
+    main_params_dtype: str = flag(
+        "fp32", "Dtype of the masters; fp32 so far.", choices=("fp32", "fp16")
+    )
+    exp_avg_dtype: str = flag(
+        "fp32",
+        "Dtype of Adam's first moment; fp32, bf16 so far.",
+        choices=("fp32", "fp16", "bf16", "fp8"),
+    )
+    exp_avg_sq_dtype: str = flag(
+        "fp32",
+        "Dtype of Adam's second moment; fp32, bf16 so far.",
+        choices=("fp32", "fp16", "bf16", "fp8"),
     )
     attention_softmax_in_fp32: bool = flag(False, "Softmax in fp32 (always done here).")
 

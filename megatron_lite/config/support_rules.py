@@ -77,6 +77,9 @@ SUPPORT_RULES: tuple[Rule, ...] = (
     value_rule("dataloader_type", ("single",)),
     value_rule("nan_policy", ("skip", "stop")),
     value_rule("muon_scalar_optimizer", ("adam",)),
+    value_rule("main_params_dtype", ("fp32",)),
+    value_rule("exp_avg_dtype", ("fp32", "bf16")),
+    value_rule("exp_avg_sq_dtype", ("fp32", "bf16")),
     Rule(
         "built-dry-run",
         lambda f: f.config.dry_run,

@@ -20,14 +20,17 @@ from torch import Tensor
 
 from megatron_lite.optim.adafactor import Adafactor
 from megatron_lite.optim.average import WeightAverage
-from megatron_lite.optim.elementwise import ElementwiseUpdates, collect_groups
+from megatron_lite.optim.chunked import build_updates
+from megatron_lite.optim.elementwise import GroupTensors, collect_groups
 from megatron_lite.optim.factored_updates import FactoredUpdates
 from megatron_lite.optim.frozen import FrozenParameters
 from megatron_lite.optim.groups import StepRates
 from megatron_lite.optim.matrix_updates import MatrixUpdates
 from megatron_lite.optim.norm import SquaredNorm
 from megatron_lite.optim.recipe import AVERAGE, MatrixRules, Recipe, Rule
+from megatron_lite.optim.rules import UpdateRule
 from megatron_lite.optim.segments import RankPlace, allocate_state, owned_segments
+from megatron_lite.optim.state_home import StateHome
 from megatron_lite.shard.buffers import FlatBuffers
 from megatron_lite.shard.gather import ResidentWeights
 from megatron_lite.shard.pieces import StatePiece, norm_ranges, state_pieces
@@ -58,6 +61,7 @@ class Optimizer:
         *,
         place: RankPlace | None = None,
         frozen: FrozenParameters | None = None,
+        home: StateHome | None = None,
     ) -> None:
         """Allocate masters and state.
 
@@ -68,22 +72,38 @@ class Optimizer:
             gathered: told when owned parameters have changed.
             place: of this rank; rules of matrices need it.
             frozen: the parameters that are in no bucket.
+            home: of masters and state; default: beside the parameters.
+
+        Raises:
+            UserError: there is no room for masters and state.
         """
         self.buffers = buffers
         self.recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
         self._frozen = frozen
         self._gathered = gathered or ResidentWeights()
         master = buffers.precision.master
+        self.home = home or StateHome(buffers.device)
+        native_away = native
         native = native and not (buffers.device.type == "cuda" and master == "float64")
         self.masters: dict[int, Tensor] = {
-            index: buffers.zeros(index, master).copy_(values)
+            index: self.home.zeros(index, len(values), master).copy_(values)
             for index, values in buffers.owned_values.items()
             if buffers.layout.buckets[index].key.dtype != master
         }
         segments = owned_segments(buffers)
-        self.state = allocate_state(buffers, segments, self.recipe.kinds)
+        self.state = allocate_state(buffers, segments, self.recipe.kinds, self.home)
         self._updates = 0
-        self._groups = collect_groups(buffers, segments, self.weights, self.masters, self.state)
+        resident, away = (
+            collect_groups(
+                buffers,
+                [s for s in segments if (s.bucket in self.home.buckets) == is_away],
+                self.weights,
+                self.masters,
+                self.state,
+            )
+            for is_away in (False, True)
+        )
+        self._groups = [*resident, *away]
         self._factored: FactoredUpdates | None = None
         self._updaters: list[Updates] = []
         rule = self.recipe.rule
@@ -94,9 +114,10 @@ class Optimizer:
             )
             self._updaters.append(self._factored)
         else:
-            rules = [(self.recipe.elementwise(tensors.group), tensors) for tensors in self._groups]
-            parts = [(found, tensors) for found, tensors in rules if found is not None]
-            self._updaters.append(ElementwiseUpdates(parts, buffers.device, native))
+            self._updaters += build_updates(
+                self._by_elements(resident), self._by_elements(away), buffers, self.home,
+                native=native, native_away=native_away,
+            )  # fmt: skip
         if isinstance(rule, MatrixRules):
             assert place is not None
             matrices = [segment for segment in segments if segment.group.matrix]
@@ -113,6 +134,11 @@ class Optimizer:
         copies = {index: buffers.ownership.copies(bucket) for index, bucket in buckets}
         ranges = norm_ranges(buffers.pieces, buffers.windows, copies)
         self.squared_norm = SquaredNorm(buffers.owned_gradients, ranges, native)
+
+    def _by_elements(self, groups: list[GroupTensors]) -> list[tuple[UpdateRule, GroupTensors]]:
+        """Those that are updated element by element, with their rules."""
+        rules = [(self.recipe.elementwise(tensors.group), tensors) for tensors in groups]
+        return [(found, tensors) for found, tensors in rules if found is not None]
 
     @property
     def weights(self) -> dict[int, Tensor]:
@@ -216,6 +242,7 @@ class Optimizer:
             self._updates = updates
         if self._average is not None and not has_average:
             self._average.restart()
+        self.home.leave_all()
         self._gathered.updated()
         self._gathered.settle()
 

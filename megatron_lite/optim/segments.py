@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_lite.config.plan import ParallelShape
 from megatron_lite.mesh.groups import Group
 from megatron_lite.optim.groups import ParamGroup
+from megatron_lite.optim.state_home import StateHome
 from megatron_lite.shard.buffers import FlatBuffers
 from megatron_lite.shard.pieces import Piece, StatePiece, state_pieces
 from megatron_lite.spec.params import ParamSpec
@@ -98,13 +99,15 @@ def allocate_state(
     buffers: FlatBuffers,
     segments: Sequence[OwnedSegment],
     kinds_of: Callable[[ParamGroup], tuple[str, ...]],
+    home: StateHome,
 ) -> dict[str, KindState]:
-    """Zero state of every kind that some group has, in the master dtype.
+    """Zero state of every kind that some group has, in the kind's dtype.
 
     Args:
         buffers: of this rank.
         segments: of `owned_segments`.
         kinds_of: state kinds of a group.
+        home: where it lies.
     """
     groups = {s.group for s in buffers.layout.segments if isinstance(s.group, ParamGroup)}
     by_group = {group: kinds_of(group) for group in sorted(groups)}
@@ -112,19 +115,27 @@ def allocate_state(
     state = {}
     for kind in kinds:
         if all(kind in found for found in by_group.values()):
-            state[kind] = _whole(buffers, segments)
+            state[kind] = _whole(buffers, segments, kind, home)
         else:
-            state[kind] = _packed(buffers, [s for s in segments if kind in by_group[s.group]])
+            members = [s for s in segments if kind in by_group[s.group]]
+            state[kind] = _packed(buffers, members, kind, home)
     return state
 
 
-def _whole(buffers: FlatBuffers, segments: Sequence[OwnedSegment]) -> KindState:
-    master = buffers.precision.master
-    tensors = {index: buffers.zeros(index, master) for index in buffers.owned_values}
+def _whole(
+    buffers: FlatBuffers, segments: Sequence[OwnedSegment], kind: str, home: StateHome
+) -> KindState:
+    dtype = buffers.precision.state(kind)
+    tensors = {
+        index: home.zeros(index, window.elements, dtype)
+        for index, window in buffers.windows.items()
+    }
     return KindState(tensors, {s: s.start for s in segments}, buffers.owned_pieces)
 
 
-def _packed(buffers: FlatBuffers, segments: Sequence[OwnedSegment]) -> KindState:
+def _packed(
+    buffers: FlatBuffers, segments: Sequence[OwnedSegment], kind: str, home: StateHome
+) -> KindState:
     """Segments of a bucket behind one another."""
     lengths: dict[int, int] = {}
     places: dict[OwnedSegment, int] = {}
@@ -137,8 +148,8 @@ def _packed(buffers: FlatBuffers, segments: Sequence[OwnedSegment]) -> KindState
         if found is not None:
             shift = places[found] - found.start
             pieces.append(replace(piece, start=piece.start + shift, stop=piece.stop + shift))
-    master = buffers.precision.master
-    tensors = {i: buffers.new_zeros(length, master) for i, length in lengths.items()}
+    dtype = buffers.precision.state(kind)
+    tensors = {i: home.zeros(i, length, dtype) for i, length in lengths.items()}
     return KindState(tensors, places, tuple(pieces))
 
 

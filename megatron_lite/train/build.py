@@ -43,6 +43,7 @@ from megatron_lite.native.load import load_native, require_native
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.optim.recipe import build_recipe
 from megatron_lite.optim.schedule import build_schedule, samples_after
+from megatron_lite.optim.state_home import build_home
 from megatron_lite.pipeline.partition import StagePart
 from megatron_lite.pipeline.runner import Runner
 from megatron_lite.resilience.signals import StopDecision, StopSignals
@@ -228,6 +229,7 @@ def build_core(
             data_axis.gathered,
             place=data_axis.place,
             frozen=data_axis.frozen,
+            home=build_home(config, data_axis.buffers),
         ),
         rates=build_schedule(config, batch),
         native=native,

@@ -195,7 +195,14 @@ def _read(core: Core, checkpoint: Checkpoint, source: _Source) -> _Content:
     pieces = _pieces_by_name(core)
     wanted = [(piece, origin) for name, origin in stored.items() for piece in pieces.get(name, ())]
     boxes = [(origin, piece.box.offset, piece.box.shape) for piece, origin in wanted]
-    values = zip((piece for piece, _ in wanted), checkpoint.read_many(boxes), strict=True)
+    targets = [piece.tensor for piece, _ in wanted]
+
+    def room(number: int, dtype: torch.dtype) -> Tensor | None:
+        # What is read is kept beside the state until every rank has read everything.
+        return core.optimizer.home.scratch(targets[number], dtype)
+
+    read = checkpoint.read_many(boxes, room)
+    values = zip((piece for piece, _ in wanted), read, strict=True)
     return _Content(list(values), state, changes)
 
 
@@ -269,7 +276,7 @@ def _expected(
         if precision.master != precision.compute and spec.name not in recipe.frozen:
             shapes["master"] = spec.shape
         for kind, shape in shapes.items():
-            found[f"optim/{kind}/{spec.name}"] = (precision.master, shape)
+            found[f"optim/{kind}/{spec.name}"] = (precision.state(kind), shape)
     return found
 
 
