@@ -103,7 +103,7 @@ def stages_agree(rank: int, stage: int, directory: str) -> None:
 def test_shards_of_every_stage_are_offloaded_with_the_same_bits(
     rank_pool: RankPool, tmp_path: Path, stage: int
 ) -> None:
-    rank_pool.run(2, stages_agree, stage, str(tmp_path))
+    rank_pool.run(2, stages_agree, stage=stage, directory=str(tmp_path))
 
 
 def test_nothing_of_the_state_stays_in_ordinary_memory(tmp_path: Path) -> None:
@@ -184,9 +184,13 @@ def test_a_directory_that_cannot_be_written_is_told_before_the_first_step(tmp_pa
 def test_a_full_disk_is_told_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int
 ) -> None:
+    reserve, granted = os.posix_fallocate, [0]
+
     def refuse(descriptor: int, start: int, length: int) -> None:
-        if start:
+        granted[0] += 1
+        if granted[0] > 3:
             raise OSError(fault, os.strerror(fault))
+        reserve(descriptor, start, length)
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     stand = build_stand(dtype="bfloat16")
