@@ -12,14 +12,18 @@ from dataclasses import replace
 import torch
 
 from megatron_lite.config.notices import notices
-from megatron_lite.config.schema import Config
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.mesh.collectives import all_gather_json
-from megatron_lite.optim.groups import param_group
+from megatron_lite.optim.ledger import (
+    frozen_elements,
+    state_per_element,
+    statistics_elements,
+    trained_by,
+)
 from megatron_lite.shard.flat import build_layout, default_bucket_size
 from megatron_lite.spec.physical import physical_params
 from megatron_lite.spec.stages import specs_on_rank
-from megatron_lite.telemetry.data_axis import DataLayout, data_layout
+from megatron_lite.telemetry.data_axis import data_layout
 from megatron_lite.telemetry.memory import (
     ActivationShape,
     MemoryLedger,
@@ -27,7 +31,7 @@ from megatron_lite.telemetry.memory import (
     estimate_stage_bytes,
 )
 from megatron_lite.telemetry.pipeline_memory import Alive, peak_alive
-from megatron_lite.telemetry.state_memory import MOMENTS, estimate_state
+from megatron_lite.telemetry.state_memory import DTYPE_BYTES, StateBytes, estimate_state
 from megatron_lite.telemetry.summary import SummaryFacts, build_summary
 from megatron_lite.tensor.cross_entropy import chunk_count
 from megatron_lite.train.parts import Parts
@@ -92,7 +96,6 @@ def check_layers(parts: Parts, found: int) -> None:
 def estimate_ledger(parts: Parts, pipeline_rank: int) -> MemoryLedger:
     """Memory of a pipeline rank by the closed formula and the table of the first step."""
     plan, config, shape = parts.plan, parts.config, parts.plan.pipeline
-    moments = [plan.precision.master] * count_moments(config)
     tokens = plan.batch.micro_batch_size * plan.model.seq_length
     logit_bytes = parts.stage.dtype.itemsize if parts.native else 4
     vocab_rows = plan.model.padded_vocab_size(plan.parallel.tp) // plan.parallel.tp
@@ -102,7 +105,7 @@ def estimate_ledger(parts: Parts, pipeline_rank: int) -> MemoryLedger:
         plan.model,
         plan.parallel,
         plan.precision,
-        estimate_state(rank_layout(parts, pipeline_rank), plan.precision, moments=moments),
+        estimate_rank_state(parts, pipeline_rank),
         micro_batch_size=plan.batch.micro_batch_size,
         layers=sum(len(part.layers) for part in held),
         has_head=any(part.head for part in held),
@@ -115,25 +118,27 @@ def estimate_ledger(parts: Parts, pipeline_rank: int) -> MemoryLedger:
     )
 
 
-def count_moments(config: Config) -> int:
-    """Moments that the optimizer keeps per parameter."""
-    if config.optimizer == "sgd" and config.sgd_momentum == 0.0:
-        return MOMENTS["sgd_plain"]
-    return MOMENTS[config.optimizer]
-
-
-def rank_layout(parts: Parts, pipeline_rank: int) -> DataLayout:
-    """The buckets of a pipeline rank; as arithmetic, so those of other ranks, too."""
-    plan, shape = parts.plan, parts.plan.pipeline
+def estimate_rank_state(parts: Parts, pipeline_rank: int) -> StateBytes:
+    """Model state of a pipeline rank; as arithmetic, so that of other ranks, too."""
+    plan, shape, recipe = parts.plan, parts.plan.pipeline, parts.optimizer.recipe
     here = specs_on_rank(parts.specs, shape.parts, shape.placement, pipeline_rank)
+    physicals = physical_params(here)
     layout = build_layout(
-        physical_params(here),
+        trained_by(recipe, physicals),
         dtype_of=lambda physical: plan.precision.compute,
-        group_of=param_group,
+        group_of=recipe.grouping,
         bucket_size=parts.config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
     )
     held = [part for part in shape.parts if shape.placement[part.stage] == pipeline_rank]
-    return data_layout(layout, [site for part in held for site in part.uses])
+    buckets = data_layout(layout, [site for part in held for site in part.uses])
+    one = estimate_state(buckets, plan.precision, moments=[plan.precision.master])
+    whole = statistics_elements(recipe, layout) * DTYPE_BYTES[plan.precision.master]
+    frozen = frozen_elements(recipe, physicals) * DTYPE_BYTES[plan.precision.compute]
+    return replace(
+        one,
+        parameters=one.parameters + frozen,
+        moments=round(one.moments * state_per_element(recipe, layout)) + whole,
+    )
 
 
 def estimate_peak(parts: Parts, pipeline_rank: int) -> Alive:

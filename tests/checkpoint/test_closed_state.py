@@ -77,7 +77,10 @@ FREE = (
 )
 
 
-OPTIMIZER = "buffers rule masters state squared_norm _native _step _updates _groups"
+OPTIMIZER = (
+    "buffers recipe masters state squared_norm _gathered _frozen _updates _groups _factored "
+    "_updaters _average"
+)
 
 
 def test_every_flag_has_its_treatment_on_resume() -> None:
