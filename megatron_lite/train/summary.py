@@ -7,6 +7,7 @@ the layers are counted over ranks: a cut that lost one would show here and is re
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,16 +15,12 @@ import torch
 from megatron_lite.config.notices import notices
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.mesh.collectives import all_gather_json
-from megatron_lite.optim.ledger import (
-    frozen_elements,
-    state_per_element,
-    statistics_elements,
-    trained_by,
-)
+from megatron_lite.pipeline.partition import AT_EMBEDDING, AT_FINAL_NORM, AT_HEAD
 from megatron_lite.shard.flat import build_layout, default_bucket_size
+from megatron_lite.shard.units import unit_rule
 from megatron_lite.spec.physical import physical_params
 from megatron_lite.spec.stages import specs_on_rank
-from megatron_lite.telemetry.data_axis import data_layout
+from megatron_lite.telemetry.data_axis import DataLayout, data_layout, data_sharding
 from megatron_lite.telemetry.memory import (
     ActivationShape,
     MemoryLedger,
@@ -31,7 +28,7 @@ from megatron_lite.telemetry.memory import (
     estimate_stage_bytes,
 )
 from megatron_lite.telemetry.pipeline_memory import Alive, peak_alive
-from megatron_lite.telemetry.state_memory import DTYPE_BYTES, StateBytes, estimate_state
+from megatron_lite.telemetry.state_memory import estimate_state
 from megatron_lite.telemetry.summary import SummaryFacts, build_summary
 from megatron_lite.tensor.cross_entropy import chunk_count
 from megatron_lite.train.parts import Parts
@@ -96,6 +93,13 @@ def check_layers(parts: Parts, found: int) -> None:
 def estimate_ledger(parts: Parts, pipeline_rank: int) -> MemoryLedger:
     """Memory of a pipeline rank by the closed formula and the table of the first step."""
     plan, config, shape = parts.plan, parts.config, parts.plan.pipeline
+    state = estimate_state(
+        rank_layout(parts, pipeline_rank),
+        plan.precision,
+        data_sharding(plan),
+        moments=[plan.precision.master] * len(parts.optimizer.rule.kinds),
+        microbatches=plan.batch.num_microbatches_at(0),
+    )
     tokens = plan.batch.micro_batch_size * plan.model.seq_length
     logit_bytes = parts.stage.dtype.itemsize if parts.native else 4
     vocab_rows = plan.model.padded_vocab_size(plan.parallel.tp) // plan.parallel.tp
@@ -105,7 +109,7 @@ def estimate_ledger(parts: Parts, pipeline_rank: int) -> MemoryLedger:
         plan.model,
         plan.parallel,
         plan.precision,
-        estimate_rank_state(parts, pipeline_rank),
+        state,
         micro_batch_size=plan.batch.micro_batch_size,
         layers=sum(len(part.layers) for part in held),
         has_head=any(part.head for part in held),
@@ -118,27 +122,35 @@ def estimate_ledger(parts: Parts, pipeline_rank: int) -> MemoryLedger:
     )
 
 
-def estimate_rank_state(parts: Parts, pipeline_rank: int) -> StateBytes:
-    """Model state of a pipeline rank; as arithmetic, so that of other ranks, too."""
-    plan, shape, recipe = parts.plan, parts.plan.pipeline, parts.optimizer.recipe
+def rank_layout(parts: Parts, pipeline_rank: int) -> DataLayout:
+    """The buckets of a pipeline rank; as arithmetic, so those of other ranks, too."""
+    plan, shape = parts.plan, parts.plan.pipeline
     here = specs_on_rank(parts.specs, shape.parts, shape.placement, pipeline_rank)
-    physicals = physical_params(here)
-    layout = build_layout(
-        trained_by(recipe, physicals),
-        dtype_of=lambda physical: plan.precision.compute,
-        group_of=recipe.grouping,
-        bucket_size=parts.config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
-    )
     held = [part for part in shape.parts if shape.placement[part.stage] == pipeline_rank]
-    buckets = data_layout(layout, [site for part in held for site in part.uses])
-    one = estimate_state(buckets, plan.precision, moments=[plan.precision.master])
-    whole = statistics_elements(recipe, layout) * DTYPE_BYTES[plan.precision.master]
-    frozen = frozen_elements(recipe, physicals) * DTYPE_BYTES[plan.precision.compute]
-    return replace(
-        one,
-        parameters=one.parameters + frozen,
-        moments=round(one.moments * state_per_element(recipe, layout)) + whole,
+    layout = build_layout(
+        physical_params(here),
+        dtype_of=lambda physical: plan.precision.compute,
+        group_of=lambda physical: None,  # orders a bucket, but adds nothing to it
+        bucket_size=parts.config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
+        shards=data_sharding(plan).shards,
+        unit_of=unit_rule(plan.sharding, held),
     )
+    group = 1
+    if plan.recompute == "full" and parts.config.recompute_method != "block":
+        group = parts.config.recompute_num_layers or 1
+    forward = [site for part in held for site in held_together(part.uses, group)]
+    read_again = {use for part in held for use in part.backward_uses}
+    backward = [site for site in reversed(forward) if read_again.issuperset(site)]
+    return data_layout(layout, forward, backward)
+
+
+def held_together(uses: Sequence[str], group: int) -> list[tuple[str, ...]]:
+    """A stage's use-sites with so many layers in one, as they are recomputed."""
+    layers = [use for use in uses if use.startswith("layer.")]
+    grouped = [tuple(layers[start : start + group]) for start in range(0, len(layers), group)]
+    first = [(use,) for use in uses if use == AT_EMBEDDING]
+    last = [(use,) for use in uses if use in (AT_FINAL_NORM, AT_HEAD)]
+    return [*first, *grouped, *last]
 
 
 def estimate_peak(parts: Parts, pipeline_rank: int) -> Alive:
