@@ -45,11 +45,12 @@ def build_data_axis(
     sharding, parts = plan.sharding, pipeline.local_parts
     homes = {use: part.stage for part in parts for use in part.uses}
     ownership = build_ownership(sharding.stage, groups)
+    physicals = trained(list(stage.physical.values()), params)
     layout = build_layout(
-        trained(list(stage.physical.values()), params),
+        physicals,
         dtype_of=lambda physical: plan.precision.compute,
         group_of=param_group,
-        bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
+        bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp, physicals),
         shards=ownership.shards,
         unit_of=unit_rule(sharding, parts),
     )

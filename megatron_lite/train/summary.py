@@ -127,11 +127,13 @@ def rank_layout(parts: Parts, pipeline_rank: int) -> DataLayout:
     plan, shape = parts.plan, parts.plan.pipeline
     here = specs_on_rank(parts.specs, shape.parts, shape.placement, pipeline_rank)
     held = [part for part in shape.parts if shape.placement[part.stage] == pipeline_rank]
+    physicals = physical_params(here)
+    size = parts.config.ddp_bucket_size or default_bucket_size(plan.parallel.dp, physicals)
     layout = build_layout(
-        physical_params(here),
+        physicals,
         dtype_of=lambda physical: plan.precision.compute,
         group_of=lambda physical: None,  # orders a bucket, but adds nothing to it
-        bucket_size=parts.config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
+        bucket_size=size,
         shards=data_sharding(plan).shards,
         unit_of=unit_rule(plan.sharding, held),
     )
