@@ -53,11 +53,12 @@ def build_data_axis(
     sharding, parts = plan.sharding, pipeline.local_parts
     homes = {use: part.stage for part in parts for use in part.uses}
     ownership = build_ownership(sharding.stage, groups)
+    train_here = trained(physicals, params)
     layout = build_layout(
-        trained(physicals, params),
+        train_here,
         dtype_of=lambda physical: plan.precision.compute,
         group_of=recipe.grouping,
-        bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
+        bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp, train_here),
         shards=ownership.shards,
         unit_of=unit_rule(sharding, parts),
     )

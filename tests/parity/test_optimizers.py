@@ -45,7 +45,7 @@ OPTIMIZERS = {
     "sgd-frozen": "--optimizer sgd --lr 0.1 --freeze embedding.* *.layers.0.* *.linear_fc2.*",
 }
 # name -> (model, axes); three data ranks divide nothing evenly, four tensor ranks share KV heads.
-# Not gpt2: the true gradient of its key bias is 0, and a division by its own size makes noise of it.
+# Not gpt2: the true gradient of its key bias is 0, which a division by its size makes noise of.
 LAYOUTS: dict[str, tuple[str, tuple[Axis, ...]]] = {
     **{f"dp3-{s}": ("llama", (data_axis(3), sharded(s))) for s in STAGES},
     "tp2": ("qwen2", (tensor_axis(2),)),
