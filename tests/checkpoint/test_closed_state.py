@@ -71,7 +71,8 @@ BY_LAYOUT = "micro_batch_size pipeline_schedule"
 # They change no number of a step.
 FREE = (
     "eval_iters eval_interval eval_global_batch_size eval_with_ema valid_data_path test_data_path "
-    "data_cache_path data_check_interval num_workers create_attention_mask_in_dataloader mmap_bin_files "
+    "data_cache_path data_check_interval num_workers create_attention_mask_in_dataloader "
+    "mmap_bin_files "
     "skip_bad_records exit_interval exit_duration_in_mins exit_signal_handler manual_gc "
     "manual_gc_interval local_rank config_file print_config dry_run require_native debug_dump "
     "debug_dump_weights debug_dump_activations"
