@@ -3,7 +3,7 @@
 The layers are dealt out in the order of the stages, whatever rank holds a stage, so their
 global order cannot be confused; every cut is checked to hold every layer exactly once,
 one embedding on the first stage and one loss on the last. Cuts come from Megatron's layout
-strings, from an even split with unequal ends, or from costs.
+strings, or from an even split with unequal ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_lite.errors import UserError
-from megatron_lite.pipeline.costs import Time
 
 LAYOUT = "--pipeline-model-parallel-layout"
 PP = "--pipeline-model-parallel-size"
@@ -223,53 +222,6 @@ def _deal(counts: Sequence[int], num_layers: int, num_mtp: int) -> tuple[StagePa
     )
     check_parts(parts, num_layers, num_mtp)
     return parts
-
-
-def balance_layers(
-    layer_costs: Sequence[Time],
-    num_stages: int,
-    embedding: Time = 0,
-    loss: Time = 0,
-    mtp: Sequence[Time] = (),
-) -> tuple[StagePart, ...]:
-    """Cut so that the most expensive stage is as cheap as possible.
-
-    Args:
-        layer_costs: of each layer, F + I + W, in any unit.
-        embedding, loss: of the embedding and of the head, in the same unit.
-        mtp: of each depth of multi-token prediction; all are on the last stage.
-
-    Returns:
-        the cut; among those with the cheapest maximum the one whose squares sum to least.
-
-    Raises:
-        UserError: fewer layers than stages.
-    """
-    layers = len(layer_costs)
-    if not 1 <= num_stages <= layers:
-        raise UserError(
-            f"{layers} layers cannot fill {num_stages} pipeline stages; legal: 1 to {layers} stages"
-        )
-    before: list[Time] = [0, *accumulate(layer_costs)]
-    extra: list[Time] = [0] * num_stages
-    extra[0] += embedding
-    extra[-1] += loss + sum(mtp)
-    # best[end] for the stages so far: (most expensive stage, sum of squares, first layers)
-    best: dict[int, tuple[Time, Time, tuple[int, ...]]] = {0: (0, 0, ())}
-    for stage in range(num_stages):
-        following: dict[int, tuple[Time, Time, tuple[int, ...]]] = {}
-        for end in range(stage + 1, layers - (num_stages - 1 - stage) + 1):
-            choices = []
-            for start, (most, squares, cuts) in best.items():
-                if start < end:
-                    cost = before[end] - before[start] + extra[stage]
-                    choices.append((max(most, cost), squares + cost * cost, (*cuts, end)))
-            if choices:
-                following[end] = min(choices)
-        best = following
-    ends = best[layers][2]
-    counts = [end - start for start, end in zip((0, *ends), ends, strict=False)]
-    return _deal(counts, layers, len(mtp))
 
 
 def parse_layout(

@@ -296,6 +296,7 @@ class MainGradients:
         whole = self.buffers.gradients[index]
         if self._rounds[index].flight is not None:
             self._land(index)
+            self._flying.remove(index)
         if is_released(whole):
             restore(whole)
             whole.zero_()

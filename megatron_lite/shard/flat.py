@@ -108,9 +108,15 @@ class FlatLayout:
     segments: tuple[Segment, ...]
 
 
-def default_bucket_size(dp_size: int) -> int:
-    """Elements of a bucket when `--ddp-bucket-size` is not given (Megatron's rule)."""
-    return max(40_000_000, 1_000_000 * dp_size)
+def default_bucket_size(dp_size: int, physicals: Sequence[PhysicalParam]) -> int:
+    """Elements of a bucket when `--ddp-bucket-size` is not given.
+
+    Megatron's rule, which suits large models; a smaller one gets eight buckets all the same,
+    or its gradients would leave when the backward pass is over. Below a million elements
+    a message costs more in latency than it hides.
+    """
+    elements = sum(math.prod(physical.shape) for physical in physicals)
+    return min(max(40_000_000, 1_000_000 * dp_size), max(1_000_000, elements // 8))
 
 
 def build_layout(

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from megatron_lite.config.sharding_plan import ShardingShape
 from megatron_lite.shard.flat import FlatLayout
 
-NO_SHARD, OPTIM, OPTIM_GRADS, FULL = "no_shard", "optim", "optim_grads", "optim_grads_params"
-STRATEGIES = (NO_SHARD, OPTIM, OPTIM_GRADS, FULL)  # what is divided grows along the list
-RESHARD_AFTER = ("forward", "backward", "step")
+if TYPE_CHECKING:
+    from megatron_lite.config.plan import Plan
+
+# Use-sites that are held together (several where they are recomputed together), each with
+# the indices of the buckets that it reads.
+Site = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Extent:
-    """One bucket of a rank: one message, and one gathered unit where parameters are divided.
+    """One bucket of a rank: one message, and one gathered unit where parameters are sharded.
 
     Attributes:
         name: what it holds, for people.
@@ -36,15 +41,19 @@ class Extent:
 
 @dataclass(frozen=True)
 class DataLayout:
-    """The buckets of a rank in the order of their reductions, and their use in a forward pass.
+    """The buckets of a rank in the order of their reductions, and their use in one pass.
 
     Attributes:
         extents: the buckets.
-        sites: per use-site in forward order, the indices of the buckets it reads.
+        forward: sites in forward order, over all stages of the rank.
+        backward: those whose backward pass reads parameters again, in its order.
+        contributions: the bucket of every gradient contribution, in backward order.
     """
 
     extents: tuple[Extent, ...]
-    sites: tuple[tuple[int, ...], ...]
+    forward: tuple[Site, ...] = ()
+    backward: tuple[Site, ...] = ()
+    contributions: tuple[int, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -54,40 +63,33 @@ class DataLayout:
 
 @dataclass(frozen=True)
 class DataSharding:
-    """What is divided, over how many ranks, and when it is put together again.
+    """What is sharded, and over how many ranks.
 
     Attributes:
-        strategy: one of STRATEGIES.
-        ranks: grid -> ranks that share the state.
-        copies: grid -> groups of such ranks (hybrid sharding).
-        sharded_accumulation: gradients are reduce-scattered per microbatch, not per step.
-        reshard_after: when gathered parameters are dropped, one of RESHARD_AFTER.
-        overlap_reduce: a bucket is on the wire while the next one fills.
-        prefetch: the next unit is gathered while one computes.
+        shape: the flags.
+        ranks: grid -> ranks of a shard group.
+        copies: grid -> groups of such ranks, which hold the same.
     """
 
-    strategy: str = NO_SHARD
+    shape: ShardingShape = field(default_factory=ShardingShape)
     ranks: Mapping[str, int] = field(default_factory=dict)
     copies: Mapping[str, int] = field(default_factory=dict)
-    sharded_accumulation: bool = False
-    reshard_after: str = "forward"
-    overlap_reduce: bool = True
-    prefetch: bool = True
-
-    def divides(self, strategy: str) -> bool:
-        """Whether what `strategy` adds to the ones before it is divided here."""
-        return STRATEGIES.index(self.strategy) >= STRATEGIES.index(strategy)
 
     def shard_ranks(self, extent: Extent) -> int:
-        """Ranks over which a bucket is divided where it is."""
+        """Ranks that a bucket is divided over where it is."""
         return self.ranks.get(extent.grid, 1)
 
     def shard_copies(self, extent: Extent) -> int:
         """Ranks that hold the same shard."""
         return self.copies.get(extent.grid, 1)
 
-    def owned(self, extent: Extent) -> int:
-        """Elements of a rank's shard of a bucket.
+    def is_cut(self, extent: Extent, stage: int) -> bool:
+        """Whether what this stage adds to the one before is sharded: 1 optimizer state,
+        2 gradients, 3 parameters."""
+        return self.shape.stage >= stage and self.shard_ranks(extent) > 1
+
+    def shard(self, extent: Extent) -> int:
+        """Elements of one shard of a bucket.
 
         Raises:
             ValueError: the bucket was not padded for so many ranks.
@@ -99,25 +101,58 @@ class DataSharding:
             )
         return extent.elements // ranks
 
+    def held(self, extent: Extent, stage: int) -> int:
+        """Elements that a rank keeps of what the stage would shard."""
+        return self.shard(extent) if self.is_cut(extent, stage) else extent.elements
 
-def data_layout(layout: FlatLayout, sites: Sequence[str]) -> DataLayout:
+    @property
+    def shards(self) -> dict[str, int]:
+        """Grid -> parts that buckets are padded for; also where only a reduction is in parts."""
+        has_parts = self.shape.stage > 0 or self.shape.instances > 1
+        return {grid: ranks if has_parts else 1 for grid, ranks in self.ranks.items()}
+
+
+def data_sharding(plan: Plan) -> DataSharding:
+    """The sharding of a run."""
+    parallel, copies = plan.parallel, plan.sharding.instances
+    whole = {"dense": parallel.dp * parallel.cp, "expert": parallel.edp}
+    return DataSharding(
+        plan.sharding,
+        {grid: ranks // copies for grid, ranks in whole.items()},
+        dict.fromkeys(whole, copies),
+    )
+
+
+def data_layout(
+    layout: FlatLayout,
+    forward: Sequence[Sequence[str]],
+    backward: Sequence[Sequence[str]] = (),
+) -> DataLayout:
     """Describe the buckets of a flat layout.
 
     Args:
         layout: of one rank.
-        sites: its use-sites in forward order, as the specs name them ("embedding",
-            "layer.0", ..., "final_norm", "head").
+        forward: its use-sites in forward order, as the specs name them ("embedding",
+            "layer.0", ..., "final_norm", "head"), in groups that are held together.
+        backward: those that the backward pass reads again, in its order.
     """
-    readers: dict[str, set[int]] = {site: set() for site in sites}
-    named: list[list[str]] = [[] for _ in layout.buckets]
-    for slot in layout.slots.values():
+    order = [use for group in forward for use in group]
+    readers: dict[str, dict[int, None]] = {use: {} for use in order}
+    named: list[set[str]] = [set() for _ in layout.buckets]
+    contributions: dict[str, list[int]] = {use: [] for use in order}
+    for slot in layout.slots.values():  # reverse forward order within a use
         for use in slot.physical.uses:
-            readers[use].add(slot.bucket)
-            if use not in named[slot.bucket]:
-                named[slot.bucket].append(use)
+            readers[use][slot.bucket] = None
+            named[slot.bucket].add(use)
+            contributions[use].append(slot.bucket)
     extents = []
     for bucket, uses in zip(layout.buckets, named, strict=True):
-        ordered = sorted(uses, key=list(sites).index)
-        name = ordered[0] if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
+        ends = sorted(uses, key=order.index)
+        name = ends[0] if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
         extents.append(Extent(name, bucket.key.grid, bucket.key.dtype, bucket.elements))
-    return DataLayout(tuple(extents), tuple(tuple(sorted(readers[site])) for site in sites))
+
+    def sites(groups: Sequence[Sequence[str]]) -> tuple[Site, ...]:
+        return tuple(tuple(tuple(readers[use]) for use in group) for group in groups)
+
+    reverse = [bucket for use in reversed(order) for bucket in contributions[use]]
+    return DataLayout(tuple(extents), sites(forward), sites(backward), tuple(reverse))

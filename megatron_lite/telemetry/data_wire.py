@@ -14,14 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_lite.mesh.cost import wire_bytes
-from megatron_lite.telemetry.data_axis import (
-    FULL,
-    NO_SHARD,
-    OPTIM_GRADS,
-    DataLayout,
-    DataSharding,
-    Extent,
-)
+from megatron_lite.telemetry.data_axis import DataLayout, DataSharding, Extent, Site
 
 WHOLE: Mapping[str, str] = {"dense": "dp_cp", "expert": "edp"}
 SHARD: Mapping[str, str] = {"dense": "dp_shard", "expert": "edp_shard"}
@@ -61,42 +54,56 @@ def step_messages(
         microbatches: of the step.
     """
     cut = sharding or DataSharding()
-    reductions = microbatches if cut.divides(OPTIM_GRADS) and cut.sharded_accumulation else 1
-    gathers = unit_gathers(layout, cut, microbatches)
     sent: Counter[Message] = Counter()
     for index, extent in enumerate(layout.extents):
-        for message, count in _of_bucket(extent, main_grad, cut, reductions, gathers[index]):
+        gathers = gathers_of(layout, index, cut, microbatches)
+        for message, count in _of_bucket(extent, main_grad, cut, microbatches, gathers):
             if count:
                 sent[message] += count
     return sent
 
 
 def _of_bucket(
-    extent: Extent, main_grad: str, cut: DataSharding, reductions: int, gathers: int
+    extent: Extent, main_grad: str, cut: DataSharding, microbatches: int, gathers: int
 ) -> list[tuple[Message, int]]:
     """What one bucket makes of it."""
     grid, n = extent.grid, extent.elements
     ranks, copies = cut.shard_ranks(extent), cut.shard_copies(extent)
-    if cut.strategy == NO_SHARD and copies == 1:
+    is_cut = cut.is_cut(extent, 1)
+    if not is_cut and (copies == 1 or ranks == 1):  # no levels
         whole = Message("all_reduce.sum", WHOLE[grid], n, main_grad)
-        return [(whole, 1 if ranks > 1 else 0)]
-    inside = 1 if ranks > 1 else 0
-    # Undivided over several copies, gradients are put together again; else parameters are.
-    gathered = main_grad if cut.strategy == NO_SHARD else extent.dtype
+        return [(whole, 1 if ranks * copies > 1 else 0)]
+    has_rounds = cut.is_cut(extent, 2) and cut.shape.sharded_accumulation
+    # With nothing cut, gradients are put together again by levels; else parameters are.
+    gathered = extent.dtype if is_cut else main_grad
     return [
-        (Message("reduce_scatter.sum", SHARD[grid], n, main_grad), inside * reductions),
-        (Message("all_reduce.sum", ACROSS[grid], cut.owned(extent), main_grad), int(copies > 1)),
-        (Message("all_gather", SHARD[grid], n, gathered), inside * gathers),
+        (
+            Message("reduce_scatter.sum", SHARD[grid], n, main_grad),
+            microbatches if has_rounds else 1,
+        ),
+        (Message("all_reduce.sum", ACROSS[grid], cut.shard(extent), main_grad), int(copies > 1)),
+        (Message("all_gather", SHARD[grid], n, gathered), gathers),
     ]
 
 
-def unit_gathers(layout: DataLayout, cut: DataSharding, microbatches: int) -> list[int]:
-    """How often each bucket is gathered in a step, the first use to the last."""
-    if not cut.divides(FULL) or cut.reshard_after == "step":
-        return [1] * len(layout.extents)
-    if cut.reshard_after == "backward":
-        return [microbatches] * len(layout.extents)
-    return [2 * microbatches] * len(layout.extents)
+def gathers_of(layout: DataLayout, index: int, cut: DataSharding, microbatches: int) -> int:
+    """How often a bucket is gathered in a step.
+
+    Per microbatch once for each use-site that reads it in the forward pass, and again in
+    the backward pass unless it was kept. The ends of the model read nothing in the backward
+    pass, so an embedding costs one gather, a tied one two. Kept for the backward pass, a
+    pipeline with several microbatches in flight needs fewer: this is its most.
+    """
+    if not cut.is_cut(layout.extents[index], 3) or cut.shape.reshard_after == "step":
+        return 1
+    reads = _reads(layout.forward, index)
+    if cut.shape.reshard_after == "forward":
+        reads += _reads(layout.backward, index)
+    return microbatches * reads
+
+
+def _reads(sites: tuple[Site, ...], index: int) -> int:
+    return sum(any(index in use for use in site) for site in sites)
 
 
 def sent_elements(messages: Mapping[Message, int], cut: DataSharding) -> dict[str, float]:

@@ -10,18 +10,12 @@ et al. 2020, ZeRO). No torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_lite.telemetry.data_axis import (
-    FULL,
-    OPTIM,
-    OPTIM_GRADS,
-    DataLayout,
-    DataSharding,
-    Extent,
-)
+from megatron_lite.telemetry.data_axis import DataLayout, DataSharding, Extent, Site
 
 if TYPE_CHECKING:
     from megatron_lite.config.plan import PrecisionShape
@@ -36,7 +30,8 @@ DTYPE_BYTES: Mapping[str, int] = {
     "int64": 8,
 }
 
-MOMENTS: Mapping[str, int] = {"adam": 2, "sgd": 1, "sgd_plain": 0}
+ADAM_MOMENTS = 2
+IN_FLIGHT = 2  # whole gradient buckets under reduction at once, where only shards stay
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class StateBytes:
         gradient_buckets: most of the undivided gradients that exist at once, where only
             their shards stay.
         gathered: most of the whole parameters that exist at once, where only shards stay.
-        largest_unit: name of the largest of these buckets, "" where there is none.
+        largest_unit: the largest bucket that comes and goes, "" where none does.
     """
 
     parameters: int
@@ -89,76 +84,87 @@ def estimate_state(
         microbatches: of a step.
     """
     cut = sharding or DataSharding()
-    kinds = [precision.master] * MOMENTS["adam"] if moments is None else list(moments)
+    kinds = [precision.master] * ADAM_MOMENTS if moments is None else list(moments)
     moment_bytes = sum(DTYPE_BYTES[dtype] for dtype in kinds)
-
-    def held(extent: Extent, strategy: str) -> int:
-        return cut.owned(extent) if cut.divides(strategy) else extent.elements
-
     parameters = grads = masters = states = 0
     for extent in layout.extents:
-        parameters += held(extent, FULL) * DTYPE_BYTES[extent.dtype]
-        grads += held(extent, OPTIM_GRADS) * DTYPE_BYTES[precision.main_grad]
-        owned = held(extent, OPTIM)
+        parameters += cut.held(extent, 3) * DTYPE_BYTES[extent.dtype]
+        grads += cut.held(extent, 2) * DTYPE_BYTES[precision.main_grad]
+        owned = cut.held(extent, 1)
         if extent.dtype != precision.master:
             masters += owned * DTYPE_BYTES[precision.master]
         states += owned * moment_bytes
-    buckets = gathered = 0
-    largest = ""
-    if cut.divides(OPTIM_GRADS) and layout.extents:
-        buckets = peak_gradient_elements(layout, cut, microbatches)
-        buckets *= DTYPE_BYTES[precision.main_grad]
-        largest = max(layout.extents, key=lambda extent: extent.elements).name
-    if cut.divides(FULL):
-        gathered = peak_gathered_bytes(layout, cut)
-    return StateBytes(parameters, grads, masters, states, buckets, gathered, largest)
+    passing = [extent for extent in layout.extents if cut.is_cut(extent, 2)]
+    buckets = peak_gradient_elements(layout, cut, microbatches) * DTYPE_BYTES[precision.main_grad]
+    return StateBytes(
+        *(parameters, grads, masters, states, buckets, peak_gathered_bytes(layout, cut)),
+        largest_unit=max(passing, key=lambda extent: extent.elements).name if passing else "",
+    )
 
 
 def peak_gradient_elements(layout: DataLayout, cut: DataSharding, microbatches: int = 1) -> int:
-    """Most elements of whole gradient buckets that exist at once.
+    """Most gradient elements that exist for a time at once, on a rank of one stage.
 
-    A bucket exists from its first contribution until its reduce-scatter is over: with
-    overlap, until the next bucket is complete. One that is accumulated unsharded over
-    several microbatches lives until the last one, and then all of them exist together.
+    A bucket exists from its first contribution until its reduction is over, and at most
+    IN_FLIGHT are reduced at once. What is accumulated unsharded over several microbatches
+    lives until the last one, and then all buckets exist together. From the second microbatch
+    on a reduction needs a shard to receive into, beside the one that accumulates.
     """
-    if microbatches > 1 and not cut.sharded_accumulation:
-        return layout.elements
-    backward = tuple(reversed(layout.sites))
-    last = {index: step for step, site in enumerate(backward) for index in site}
-    most, alive = 0, set[int]()
-    for step, site in enumerate(backward):
-        alive |= set(site)
-        most = max(most, sum(layout.extents[index].elements for index in alive))
-        done = {index for index in alive if last[index] <= step}
-        # On the wire while the next site computes; without overlap nothing waits for it.
-        alive -= done if not cut.overlap_reduce else {i for i in done if last[i] < step}
+    sizes = {
+        index: extent.elements
+        for index, extent in enumerate(layout.extents)
+        if cut.is_cut(extent, 2)
+    }
+    is_sharded = cut.shape.sharded_accumulation
+    if not is_sharded and (microbatches > 1 or not cut.shape.overlap_reduce):
+        return sum(sizes.values())
+    contributions = [index for index in layout.contributions if index in sizes]
+    last = {index: place for place, index in enumerate(contributions)}
+    most, alive = 0, dict[int, int]()  # bucket -> elements with its spare shard
+    flying: deque[int] = deque()
+    for number in range(min(microbatches, 2)):
+        for place, index in enumerate(contributions):
+            if index in flying:  # needed again before its reduction was over
+                flying.remove(index)
+                alive[index] = 0
+            alive[index] = sizes[index]
+            most = max(most, sum(alive.values()))
+            if place == last[index]:
+                alive[index] += cut.shard(layout.extents[index]) if number else 0
+                most = max(most, sum(alive.values()))
+                flying.append(index)
+                while len(flying) > (IN_FLIGHT if cut.shape.overlap_reduce else 0):
+                    alive[flying.popleft()] = 0
     return most
 
 
 def peak_gathered_bytes(layout: DataLayout, cut: DataSharding) -> int:
     """Most bytes of gathered parameters that exist at once.
 
-    Dropped after each use (`reshard_after` forward), only the unit that computes and, with
-    prefetch, the next one are whole; otherwise all units are, at the end of the forward pass.
+    Dropped after each use (`reshard_after` forward) these are the site that computes and,
+    with overlap, the use-site after it; kept for the backward pass, everything that it reads
+    again besides; kept for the step, everything.
     """
-    if cut.reshard_after != "forward":
-        return _parameter_bytes(layout.extents)
-    return max(
-        (
-            _parameter_bytes(layout.extents[index] for index in alive)
-            for alive in _read_together(layout.sites, cut.prefetch)
-        ),
-        default=0,
-    )
+    kept = {index for site in layout.backward for use in site for index in use}
+    most, held = 0, set[int]()
+    for sites in (layout.forward, layout.backward):
+        for number, site in enumerate(sites):
+            here = {index for use in site for index in use}
+            alive = held | here
+            if cut.shape.overlap_gather and number + 1 < len(sites):
+                alive |= set(_next_use(sites[number + 1], is_forward=sites is layout.forward))
+            whole = [layout.extents[index] for index in alive]
+            most = max(most, _parameter_bytes(e for e in whole if cut.is_cut(e, 3)))
+            if cut.shape.reshard_after == "step":
+                held |= here
+            elif cut.shape.reshard_after == "backward":
+                held |= here & kept
+    return most
 
 
-def _read_together(sites: Sequence[tuple[int, ...]], prefetch: bool) -> Iterator[set[int]]:
-    """The buckets that are whole during each use-site, in either direction."""
-    for number, site in enumerate(sites):
-        alive = set(site)
-        if prefetch and number + 1 < len(sites):
-            alive |= set(sites[number + 1])
-        yield alive
+def _next_use(site: Site, *, is_forward: bool) -> tuple[int, ...]:
+    """Only one use-site is gathered ahead, the nearest."""
+    return site[0] if is_forward else site[-1]
 
 
 def _parameter_bytes(extents: Iterable[Extent]) -> int:

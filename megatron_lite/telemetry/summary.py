@@ -76,6 +76,8 @@ def build_summary(plan: Plan, facts: SummaryFacts) -> str:
     lines += [_line("model", text) for text in _describe_model(plan)]
     lines.append(_line("parameters", f"{facts.parameters:,} in total"))
     lines.append(_line("layout", _describe_layout(plan)))
+    if plan.parallel.dp * plan.parallel.cp > 1:
+        lines.append(_line("data axis", _describe_sharding(plan)))
     if facts.table is not None:
         lines += [_line("pipeline", text) for text in _describe_pipeline(plan, facts.table)]
     lines.append(_line("batch", _describe_batch(plan)))
@@ -122,6 +124,31 @@ def _describe_layout(plan: Plan) -> str:
     if parallel.ep > 1 or parallel.etp != parallel.tp:
         extras += f"; experts ETP {parallel.etp} x EP {parallel.ep} x EDP {parallel.edp}"
     return f"{axes} = {parallel.world_size} ranks{extras}; order {parallel.order}"
+
+
+_SHARDED: Mapping[str, str] = {
+    "no_shard": "nothing sharded",
+    "optim": "optimizer state sharded",
+    "optim_grads": "optimizer state and gradients sharded",
+    "optim_grads_params": "optimizer state, gradients and parameters sharded",
+}
+
+
+def _describe_sharding(plan: Plan) -> str:
+    sharding, ranks = plan.sharding, plan.parallel.dp * plan.parallel.cp
+    text = f"{sharding.strategy}: {_SHARDED[sharding.strategy]}"
+    if sharding.stage > 0:
+        text += f" over {ranks // sharding.instances} ranks"
+    if sharding.instances > 1:
+        text += f", {sharding.instances} copies"
+    if sharding.stage > 1:
+        when = "every microbatch" if sharding.sharded_accumulation else "the last microbatch"
+        text += f"; gradients reduced after {when}"
+    if sharding.stage > 2:
+        text += f"; gathered parameters dropped after each {sharding.reshard_after}"
+    if sharding.stage > 0:
+        text += f"; gathers {'overlapped' if sharding.overlap_gather else 'waited for'}"
+    return text
 
 
 def _describe_pipeline(plan: Plan, table: Schedule) -> list[str]:

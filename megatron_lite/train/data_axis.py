@@ -1,8 +1,7 @@
 """The data axis of a run: buckets, who reduces them, and who brings sharded parameters.
 
-What is reduced or gathered together follows from the strategy: buckets of a size where
-parameters are always whole, one per use-site where they are gathered, and never one over
-two stages of a rank where gradients leave after every microbatch.
+Here the strategy of the plan becomes tensors and groups; what is reduced or gathered together
+is decided in shard/units.py, what a rank owns in shard/ownership.py.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_lite.shard.buffers import FlatBuffers, trained
 from megatron_lite.shard.flat import FlatLayout, build_layout, default_bucket_size
 from megatron_lite.shard.gather import ResidentWeights, build_weights
 from megatron_lite.shard.ownership import build_ownership
-from megatron_lite.spec.physical import PhysicalParam
+from megatron_lite.shard.units import unit_rule
 from megatron_lite.train.pipeline import Pipeline
 
 
@@ -54,19 +53,14 @@ def build_data_axis(
     sharding, parts = plan.sharding, pipeline.local_parts
     homes = {use: part.stage for part in parts for use in part.uses}
     ownership = build_ownership(sharding.stage, groups)
-
-    def unit_of(physical: PhysicalParam) -> str | int | None:
-        if sharding.stage == 3:
-            return physical.uses[0]
-        return homes[physical.uses[0]] if sharding.sharded_accumulation else None
-
+    train_here = trained(physicals, params)
     layout = build_layout(
-        trained(physicals, params),
+        train_here,
         dtype_of=lambda physical: plan.precision.compute,
         group_of=recipe.grouping,
-        bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
+        bucket_size=config.ddp_bucket_size or default_bucket_size(plan.parallel.dp, train_here),
         shards=ownership.shards,
-        unit_of=unit_of,
+        unit_of=unit_rule(sharding, parts),
     )
     buffers = FlatBuffers(layout, params, coordinates, plan.parallel, plan.precision, ownership)
     gathered = build_weights(

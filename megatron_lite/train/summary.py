@@ -7,19 +7,26 @@ the layers are counted over ranks: a cut that lost one would show here and is re
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from megatron_lite.config.notices import notices
-from megatron_lite.config.schema import Config
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.mesh.collectives import all_gather_json
-from megatron_lite.optim.groups import param_group
-from megatron_lite.shard.flat import build_layout, default_bucket_size
-from megatron_lite.spec.physical import physical_params
+from megatron_lite.optim.ledger import (
+    frozen_elements,
+    state_per_element,
+    statistics_elements,
+    trained_by,
+)
+from megatron_lite.pipeline.partition import AT_EMBEDDING, AT_FINAL_NORM, AT_HEAD
+from megatron_lite.shard.flat import FlatLayout, build_layout, default_bucket_size
+from megatron_lite.shard.units import unit_rule
+from megatron_lite.spec.physical import PhysicalParam, physical_params
 from megatron_lite.spec.stages import specs_on_rank
-from megatron_lite.telemetry.data_axis import DataLayout, data_layout
+from megatron_lite.telemetry.data_axis import DataLayout, data_layout, data_sharding
 from megatron_lite.telemetry.memory import (
     ActivationShape,
     MemoryLedger,
@@ -27,7 +34,7 @@ from megatron_lite.telemetry.memory import (
     estimate_stage_bytes,
 )
 from megatron_lite.telemetry.pipeline_memory import Alive, peak_alive
-from megatron_lite.telemetry.state_memory import MOMENTS, estimate_state
+from megatron_lite.telemetry.state_memory import DTYPE_BYTES, StateBytes, estimate_state
 from megatron_lite.telemetry.summary import SummaryFacts, build_summary
 from megatron_lite.tensor.cross_entropy import chunk_count
 from megatron_lite.train.parts import Parts
@@ -92,7 +99,7 @@ def check_layers(parts: Parts, found: int) -> None:
 def estimate_ledger(parts: Parts, pipeline_rank: int) -> MemoryLedger:
     """Memory of a pipeline rank by the closed formula and the table of the first step."""
     plan, config, shape = parts.plan, parts.config, parts.plan.pipeline
-    moments = [plan.precision.master] * count_moments(config)
+    state = estimate_rank_state(parts, pipeline_rank)
     tokens = plan.batch.micro_batch_size * plan.model.seq_length
     logit_bytes = parts.stage.dtype.itemsize if parts.native else 4
     vocab_rows = plan.model.padded_vocab_size(plan.parallel.tp) // plan.parallel.tp
@@ -102,7 +109,7 @@ def estimate_ledger(parts: Parts, pipeline_rank: int) -> MemoryLedger:
         plan.model,
         plan.parallel,
         plan.precision,
-        estimate_state(rank_layout(parts, pipeline_rank), plan.precision, moments=moments),
+        state,
         micro_batch_size=plan.batch.micro_batch_size,
         layers=sum(len(part.layers) for part in held),
         has_head=any(part.head for part in held),
@@ -115,25 +122,68 @@ def estimate_ledger(parts: Parts, pipeline_rank: int) -> MemoryLedger:
     )
 
 
-def count_moments(config: Config) -> int:
-    """Moments that the optimizer keeps per parameter."""
-    if config.optimizer == "sgd" and config.sgd_momentum == 0.0:
-        return MOMENTS["sgd_plain"]
-    return MOMENTS[config.optimizer]
+def estimate_rank_state(parts: Parts, pipeline_rank: int) -> StateBytes:
+    """Model state of a pipeline rank, with what the optimizer's rules keep of each group."""
+    plan, recipe = parts.plan, parts.optimizer.recipe
+    one = estimate_state(
+        rank_layout(parts, pipeline_rank),
+        plan.precision,
+        data_sharding(plan),
+        moments=[plan.precision.master],
+        microbatches=plan.batch.num_microbatches_at(0),
+    )
+    layout = rank_buckets(parts, pipeline_rank)
+    whole = statistics_elements(recipe, layout) * DTYPE_BYTES[plan.precision.master]
+    frozen = frozen_elements(recipe, rank_physicals(parts, pipeline_rank))
+    return replace(
+        one,
+        parameters=one.parameters + frozen * DTYPE_BYTES[plan.precision.compute],
+        moments=round(one.moments * state_per_element(recipe, layout)) + whole,
+    )
+
+
+def rank_physicals(parts: Parts, pipeline_rank: int) -> tuple[PhysicalParam, ...]:
+    """The stored parameters of a pipeline rank."""
+    shape = parts.plan.pipeline
+    return physical_params(specs_on_rank(parts.specs, shape.parts, shape.placement, pipeline_rank))
+
+
+def rank_buckets(parts: Parts, pipeline_rank: int) -> FlatLayout:
+    """The buckets of a pipeline rank; as arithmetic, so those of other ranks, too."""
+    plan, shape, recipe = parts.plan, parts.plan.pipeline, parts.optimizer.recipe
+    held = [part for part in shape.parts if shape.placement[part.stage] == pipeline_rank]
+    physicals = trained_by(recipe, rank_physicals(parts, pipeline_rank))
+    size = parts.config.ddp_bucket_size or default_bucket_size(plan.parallel.dp, physicals)
+    return build_layout(
+        physicals,
+        dtype_of=lambda physical: plan.precision.compute,
+        group_of=recipe.grouping,
+        bucket_size=size,
+        shards=data_sharding(plan).shards,
+        unit_of=unit_rule(plan.sharding, held),
+    )
 
 
 def rank_layout(parts: Parts, pipeline_rank: int) -> DataLayout:
-    """The buckets of a pipeline rank; as arithmetic, so those of other ranks, too."""
+    """The buckets of a pipeline rank, and their use in one pass."""
     plan, shape = parts.plan, parts.plan.pipeline
-    here = specs_on_rank(parts.specs, shape.parts, shape.placement, pipeline_rank)
-    layout = build_layout(
-        physical_params(here),
-        dtype_of=lambda physical: plan.precision.compute,
-        group_of=param_group,
-        bucket_size=parts.config.ddp_bucket_size or default_bucket_size(plan.parallel.dp),
-    )
     held = [part for part in shape.parts if shape.placement[part.stage] == pipeline_rank]
-    return data_layout(layout, [site for part in held for site in part.uses])
+    group = 1
+    if plan.recompute == "full" and parts.config.recompute_method != "block":
+        group = parts.config.recompute_num_layers or 1
+    forward = [site for part in held for site in held_together(part.uses, group)]
+    read_again = {use for part in held for use in part.backward_uses}
+    backward = [site for site in reversed(forward) if read_again.issuperset(site)]
+    return data_layout(rank_buckets(parts, pipeline_rank), forward, backward)
+
+
+def held_together(uses: Sequence[str], group: int) -> list[tuple[str, ...]]:
+    """A stage's use-sites with so many layers in one, as they are recomputed."""
+    layers = [use for use in uses if use.startswith("layer.")]
+    grouped = [tuple(layers[start : start + group]) for start in range(0, len(layers), group)]
+    first = [(use,) for use in uses if use == AT_EMBEDDING]
+    last = [(use,) for use in uses if use in (AT_FINAL_NORM, AT_HEAD)]
+    return [*first, *grouped, *last]
 
 
 def estimate_peak(parts: Parts, pipeline_rank: int) -> Alive:

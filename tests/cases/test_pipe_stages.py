@@ -14,7 +14,13 @@ from megatron_lite.mesh.launch import RunStatus
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.step import TrainStep
-from megatron_lite.verify.axes import Axis, data_axis, microbatch_axis, pipeline_axis
+from megatron_lite.verify.axes import (
+    Axis,
+    data_axis,
+    microbatch_axis,
+    pipeline_axis,
+    sharding_axis,
+)
 from megatron_lite.verify.certify import Certifier
 from megatron_lite.verify.classes import MATCH64
 from tests.cases.ranks import _digest, program
@@ -73,16 +79,31 @@ def test_c073_microbatches_need_not_be_a_multiple_of_the_stages(
     assert not differences, str(differences[0])
 
 
-@pytest.mark.parametrize(
-    "axis",
-    [pipeline_axis(2), pipeline_axis(4), pipeline_axis(2, "zbv")],
-    ids=["pp2", "pp4", "zbv2"],
-)
-def test_c054_the_norm_is_that_of_all_stages(tiny_certifier: Certifiers, axis: Axis) -> None:
+SMALL = ("--ddp-bucket-size", "1000")
+SHARDED = {
+    "optim": (data_axis(2), sharding_axis("optim", *SMALL)),
+    "optim-ahead": (data_axis(2), sharding_axis("optim", "--overlap-param-gather", *SMALL)),
+    "grads": (data_axis(2), sharding_axis("optim_grads", *SMALL)),
+    "params": (data_axis(2), sharding_axis("optim_grads_params")),
+}
+STAGES: dict[str, tuple[Axis, ...]] = {
+    "pp2": (pipeline_axis(2),),
+    "pp4": (pipeline_axis(4),),
+    "zbv2": (pipeline_axis(2, "zbv"),),
+    "pp2-optim": (pipeline_axis(2), *SHARDED["optim"]),
+    "pp4-grads": (pipeline_axis(4), *SHARDED["grads"]),
+    "zbv2-params": (pipeline_axis(2, "zbv"), *SHARDED["params"]),
+}
+
+
+@pytest.mark.parametrize("axes", STAGES.values(), ids=STAGES)
+def test_c054_the_norm_is_that_of_all_stages(
+    tiny_certifier: Certifiers, axes: tuple[Axis, ...]
+) -> None:
     certifier = tiny_certifier("gpt2", 4, "--num-layers 4")
-    differences, _ = certifier.compare((axis,))
+    differences, _ = certifier.compare(axes)
     assert not differences, str(differences[0])
-    record, _ = certifier.run((axis,))
+    record, _ = certifier.run(axes)
     for row, wanted in zip(record.train_rows, certifier.reference.train_rows, strict=True):
         assert row["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-10)
     figures = json.loads((record.directory / "dump" / "step_0000001.json").read_text())
@@ -92,7 +113,7 @@ def test_c054_the_norm_is_that_of_all_stages(tiny_certifier: Certifiers, axis: A
 
 
 def hashes_per_step(argv: Sequence[str], rank: int, world_size: int) -> Any:
-    """Reports, and the hashes of all pieces of the weights, of five steps."""
+    """Reports, and the hashes of all parameters that this rank holds, of five steps."""
 
     def use(parts: Parts, state: TrainState, status: RunStatus) -> Any:
         told = []
@@ -100,7 +121,8 @@ def hashes_per_step(argv: Sequence[str], rank: int, world_size: int) -> Any:
             report = vars(TrainStep(parts, state).run())
             pieces = [
                 (piece.spec.name, piece.box.offset, _digest(piece.tensor))
-                for piece in parts.optimizer.weight_pieces()
+                for piece in parts.optimizer.state_pieces()  # gathered, where they are whole
+                if piece.kind == "param"
             ]
             told.append((report, pieces))
         return told
@@ -111,19 +133,29 @@ def hashes_per_step(argv: Sequence[str], rank: int, world_size: int) -> Any:
 OPTIMIZERS = {"sgd": SGD, "adam": "--fp64 --optimizer adam --lr 1e-3"}
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", *SHARDED])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_c060_both_copies_of_a_tied_embedding_stay_equal_bit_by_bit(
-    rank_pool: RankPool, optimizer: str
+    rank_pool: RankPool, optimizer: str, strategy: str
 ) -> None:
     words = [w for w in flags(OPTIMIZERS[optimizer]) if "untie" not in w]
     pp2 = [*words, "--pipeline-model-parallel-size", "2"]
+    pp2 += [word for axis in SHARDED.get(strategy, ()) for word in axis.flags]
     ranks = rank_pool.run(4, hashes_per_step, argv=pp2, timeout_s=DEADLINE_S)
     alone = rank_pool.run(1, hashes_per_step, argv=words, timeout_s=DEADLINE_S)[0]
     seen = set()
     for step in range(5):
-        held = [digest for found in ranks for name, _, digest in found[step][1] if name == WORDS]
-        assert len(held) == 4 and len(set(held)) == 1, step
-        seen.add(held[0])
+        held: dict[tuple[int, ...], list[str]] = {}
+        for found in ranks:
+            for name, offset, digest in found[step][1]:
+                if name == WORDS:
+                    held.setdefault(offset, []).append(digest)
+        # Whole on all four ranks, or the same parts of it on the two of each data rank.
+        assert (len(held) > 1) == (strategy == "params")
+        for offset, digests in held.items():
+            assert len(digests) == (2 if strategy == "params" else 4), offset
+            assert len(set(digests)) == 1, (step, offset)
+        seen.add(held[0, 0][0])
         report, wanted = ranks[0][step][0], alone[step][0]
         assert report["lm_loss"] == pytest.approx(wanted["lm_loss"], rel=1e-10)
         assert report["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-9)
@@ -153,9 +185,11 @@ def test_c052_one_finite_loss_per_iteration_is_printed_and_written(
     assert len(printed) == 3
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", *SHARDED])
 def test_c060_tied_ends_match_one_process_with_data_parallel_ranks(
-    tiny_certifier: Certifiers,
+    tiny_certifier: Certifiers, strategy: str
 ) -> None:
     certifier = tiny_certifier("gpt2", 4, "--num-layers 4")
-    differences, _ = certifier.compare((pipeline_axis(2), data_axis(2), microbatch_axis(1)))
+    data = SHARDED.get(strategy, (data_axis(2),))
+    differences, _ = certifier.compare((pipeline_axis(2), *data, microbatch_axis(1)))
     assert not differences, str(differences[0])

@@ -69,10 +69,7 @@ def test_public_launch_line_parses(name):
         assert "unknown" not in message, (rule, message)
 
 
-def test_dense_launch_line_is_refused_only_for_what_does_not_exist_yet():
+def test_dense_launch_line_is_legal():
     indices = LAUNCH["lines"]["gpt/gpt3_15b_8t_release"]
     words = [word for index in indices for word in LAUNCH["words"][index]]
-    assert [rule for rule, _ in violations(parse_config(words, {}), 64)] == ["refused-flags"]
-    dropped = {"--decoupled-lr", "--decoupled-min-lr"}
-    kept = [w for i in indices if (w := LAUNCH["words"][i])[0] not in dropped]
-    assert violations(parse_config([word for w in kept for word in w], {}), 64) == []
+    assert violations(parse_config(words, {}), 64) == []

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
 from megatron_lite.mesh.collectives import all_reduce
-from megatron_lite.mesh.groups import local_groups
 from megatron_lite.native.load import load_native
 from megatron_lite.optim.adamw import AdamW
 from megatron_lite.optim.optimizer import Optimizer

@@ -1,17 +1,13 @@
 """The cut in depth: every layer once, in order, or a message with the numbers."""
 
 from collections.abc import Sequence
-from itertools import accumulate, combinations, pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_lite.errors import UserError
 from megatron_lite.pipeline.partition import (
     Split,
     StagePart,
-    balance_layers,
     check_parts,
     parse_layout,
     split_layers,
@@ -156,36 +152,3 @@ def test_damaged_parts_are_named() -> None:
         check_parts([StagePart(0, (0, 1)), *good[1:]], 6)
     with pytest.raises(UserError, match="loss belongs on the last"):
         check_parts([*good[:2], StagePart(2, (4, 5))], 6)
-
-
-def test_balance_gives_expensive_ends_fewer_layers() -> None:
-    parts = balance_layers([1] * 14, 4, embedding=1, loss=1)
-    assert counts(parts) == [3, 4, 4, 3]
-    assert counts(balance_layers([1] * 8, 4)) == [2, 2, 2, 2]
-    assert counts(balance_layers([1] * 9, 4, loss=3)) == [2, 3, 3, 1]
-    with pytest.raises(UserError, match="3 layers cannot fill 4 pipeline stages; legal: 1 to 3"):
-        balance_layers([1] * 3, 4)
-
-
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=10),
-    st.integers(1, 4),
-    st.integers(0, 20),
-    st.integers(0, 20),
-)
-def test_balance_is_the_best_of_all_cuts(
-    costs: list[int], stages: int, embedding: int, loss: int
-) -> None:
-    if stages > len(costs):
-        return
-    parts = balance_layers(costs, stages, embedding, loss)
-
-    def most(ends: tuple[int, ...]) -> int:
-        bounds = (0, *ends, len(costs))
-        sums = [sum(costs[a:b]) for a, b in pairwise(bounds)]
-        sums[0] += embedding
-        sums[-1] += loss
-        return max(sums)
-
-    best = min(most(cut) for cut in combinations(range(1, len(costs)), stages - 1))
-    assert most(tuple(accumulate(counts(parts)))[:-1]) == best

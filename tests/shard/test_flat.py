@@ -16,9 +16,20 @@ def physicals(num_layers: int = 2, tp: int = 1) -> tuple[PhysicalParam, ...]:
     return physical_params(model_spec(model, parallel_shape(tp=tp)))
 
 
-def test_default_bucket_size_is_megatrons() -> None:
-    assert default_bucket_size(8) == 40_000_000
-    assert default_bucket_size(64) == 64_000_000
+def one_matrix(elements: int) -> tuple[PhysicalParam, ...]:
+    return (PhysicalParam("a", (elements // 1000, 1000), ()),)
+
+
+def test_default_bucket_size_is_megatrons_for_large_models() -> None:
+    large = one_matrix(10**9)
+    assert default_bucket_size(8, large) == 40_000_000
+    assert default_bucket_size(64, large) == 64_000_000
+
+
+def test_smaller_models_have_eight_buckets_of_a_million_elements_or_more() -> None:
+    assert default_bucket_size(8, one_matrix(80_000_000)) == 10_000_000
+    assert default_bucket_size(64, one_matrix(80_000_000)) == 10_000_000
+    assert default_bucket_size(8, one_matrix(80_000)) == 1_000_000
 
 
 def test_slots_are_aligned_disjoint_and_inside_their_bucket() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from megatron_lite.config.sharding_plan import ShardingShape
 from megatron_lite.telemetry.flops import MachinePeak
 from megatron_lite.telemetry.memory import MemoryLedger
 from megatron_lite.telemetry.state_memory import StateBytes
@@ -30,6 +33,7 @@ def test_the_whole_summary() -> None:
         "  parameters        123,456 in total",
         "  layout            TP 2 x CP 1 x DP 2 x PP 1 = 4 ranks, sequence parallel; "
         "order tp-cp-ep-dp-pp",
+        "  data axis         no_shard: nothing sharded",
         "  batch             global 8 = 2 x 2 DP x 2 microbatches, 256 tokens per step",
         "  loss              sum over valid tokens / valid tokens of the global batch",
         "  precision         compute float32, no separate masters, main gradients float32",
@@ -66,3 +70,36 @@ def test_a_growing_batch_is_said() -> None:
     batch = replace(PLAN.batch, ramp=((0, 8), (160, 16)))
     text = build_summary(replace(PLAN, batch=batch), FACTS)
     assert "growing to 16 from sample 160 on" in text
+
+
+@pytest.mark.parametrize(
+    ("sharding", "said"),
+    [
+        (
+            ShardingShape("optim", overlap_gather=True),
+            "optim: optimizer state sharded over 4 ranks; gathers overlapped",
+        ),
+        (
+            ShardingShape("optim_grads", instances=2, sharded_accumulation=True),
+            "optim_grads: optimizer state and gradients sharded over 2 ranks, 2 copies; "
+            "gradients reduced after every microbatch; gathers waited for",
+        ),
+        (
+            ShardingShape("optim_grads_params", reshard_after="backward"),
+            "optim_grads_params: optimizer state, gradients and parameters sharded over 4 ranks; "
+            "gradients reduced after the last microbatch; gathered parameters dropped after "
+            "each backward; gathers waited for",
+        ),
+    ],
+)
+def test_what_the_data_axis_shards_is_said(sharding: ShardingShape, said: str) -> None:
+    plan = replace(tiny_plan(layout(dp=4)), sharding=sharding)
+    assert f"  data axis         {said}" in build_summary(plan, FACTS).splitlines()
+
+
+def test_what_comes_and_goes_is_in_the_ledger_with_its_largest_unit() -> None:
+    state = StateBytes(2**20, 2**20, 0, 0, 2**21, 2**22, "embedding")
+    text = build_summary(PLAN, replace(FACTS, ledgers=[MemoryLedger(state, 0, 0)]))
+    assert "gradient buckets (largest embedding) 2.0" in text
+    assert "gathered parameters (largest embedding) 4.0" in text
+    assert "total 8.0" in text

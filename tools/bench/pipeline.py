@@ -1,15 +1,15 @@
 """What pipeline schedules cost in CPU time, against 1F1B, torch and one process.
 
 Two tables. Split: I + W of a stage of plain layers against its B, at several hidden sizes, in
-one process, taking turns. Schedules: whole steps on two ranks of one thread, cases taking turns, a
-case's lesser of two steps: ours by name (`ours-zbv`, `-off`: without native operations),
+one process, taking turns. Schedules: whole steps on two ranks of one thread, cases taking turns,
+step by step: ours by name (`ours-zbv`, `-off`: without native operations),
 torch.distributed.pipelining's by the same name (`torch-zbv`), and both in one process
 (`ours-single`, `plain-single`). CPU seconds are those of both ranks with all their threads;
 waiting costs none. Ratios of rates are those of the fastest rounds, in brackets the median over
 rounds: where neighbours share the caches, the fastest round is the least disturbed one.
 
     python tools/bench/pipeline.py split
-    python tools/bench/pipeline.py schedules --rounds 7
+    python tools/bench/pipeline.py schedules --rounds 12
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -50,7 +50,6 @@ CASES = (*OURS, *(f"{case}-off" for case in OURS), *(f"torch-{name}" for name in
 DEFAULT_CASES = (*OURS, *(f"torch-{name}" for name in TORCH), "ours-single", "plain-single")
 SIZE = {"layers": 8, "h": 256, "heads": 4, "s": 256, "v": 4096}
 BATCH, MICRO = 8, 1  # samples per step and per microbatch
-STEPS = 2  # measured, of a case and round
 TOKENS = BATCH * SIZE["s"]
 
 
@@ -107,43 +106,62 @@ def our_step(case: str, directory: str) -> Iterator[Callable[[], object]]:
         yield lambda: run_step(parts, state)
 
 
-def time_steps(case: str, directory: str, rank: int, world_size: int) -> list[float]:
-    """CPU seconds of a case's steps on one rank of the pool, the first left out."""
-    import torch
-
+def open_case(case: str, directory: str, rank: int) -> AbstractContextManager[Callable[[], object]]:
+    """The step of a case."""
     from tools.bench.peers import Size
     from tools.bench.pipeline_peers import plain_step, torch_step
 
-    torch.set_num_threads(1)
-    opened: AbstractContextManager[Callable[[], object]]
     if case.startswith("ours"):
-        opened = our_step(case, directory)
-    elif case == "plain-single":
-        opened = plain_step(Size(**SIZE), BATCH, MICRO)
-    else:
-        opened = torch_step(case.removeprefix("torch-"), Size(**SIZE), BATCH, MICRO, rank)
-    seconds = []
-    with opened as step:
-        for _ in range(1 + STEPS):
-            start = time.process_time()
-            step()
-            seconds.append(time.process_time() - start)
-    return seconds[1:]
+        return our_step(case, directory)
+    if case == "plain-single":
+        return plain_step(Size(**SIZE), BATCH, MICRO)
+    return torch_step(case.removeprefix("torch-"), Size(**SIZE), BATCH, MICRO, rank)
+
+
+def time_steps(
+    cases: Sequence[str], rounds: int, directory: str, rank: int, world_size: int
+) -> list[list[float]]:
+    """CPU seconds of one rank of the pool, by case and round; the cases take turns."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    seconds: list[list[float]] = [[] for _ in cases]
+    with ExitStack() as stack:
+        steps = [stack.enter_context(open_case(case, directory, rank)) for case in cases]
+        for turn in range(rounds + 1):
+            for step, kept in zip(steps, seconds, strict=True):
+                if world_size > 1:
+                    dist.barrier()
+                start = time.process_time()
+                step()
+                if turn > 0:
+                    kept.append(time.process_time() - start)
+        stack.pop_all()  # the ranks end with the pool, and need not take leave of each other
+    return seconds
 
 
 def compare_schedules(options: argparse.Namespace) -> None:
-    """Run the cases in turns on one pool of ranks and print their table."""
-    seconds: dict[str, list[float]] = {case: [] for case in options.cases}
+    """Run the cases in turns, those of two ranks and those of one, and print their table."""
+    seconds: dict[str, list[float]] = {}
     pool = RankPool()
     with tempfile.TemporaryDirectory() as directory:
         try:
-            for turn in range(options.rounds):
-                for case in options.cases:
-                    ranks = 1 if case in ALONE else 2
-                    work = "tools.bench.pipeline:time_steps"
-                    found = pool.run(ranks, work, timeout_s=300, case=case, directory=directory)
-                    seconds[case].append(min(map(sum, zip(*found, strict=True))))
-                print(f"round {turn + 1} of {options.rounds}", file=sys.stderr, flush=True)
+            for ranks in (2, 1):
+                cases = [case for case in options.cases if (case in ALONE) == (ranks == 1)]
+                if not cases:
+                    continue
+                found = pool.run(
+                    ranks,
+                    "tools.bench.pipeline:time_steps",
+                    timeout_s=3600,
+                    cases=cases,
+                    rounds=options.rounds,
+                    directory=directory,
+                )
+                for k, case in enumerate(cases):
+                    of_ranks = [rank[k] for rank in found]
+                    seconds[case] = [sum(row) for row in zip(*of_ranks, strict=True)]
         finally:
             pool.close()
     print_schedules(seconds)
@@ -291,7 +309,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("what", choices=("split", "schedules"))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(DEFAULT_CASES))
-    parser.add_argument("--rounds", type=int, help="measured (split: 60, schedules: 7)")
+    parser.add_argument("--rounds", type=int, help="measured (split: 60, schedules: 12)")
     parser.add_argument("--hidden", nargs="+", type=int, default=[256, 1024], help="split only")
     return parser
 
@@ -302,7 +320,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < 2:
         parser.error("--rounds is at least 2")
-    options.rounds = options.rounds or {"split": 60, "schedules": 7}[options.what]
+    options.rounds = options.rounds or {"split": 60, "schedules": 12}[options.what]
     (compare_split if options.what == "split" else compare_schedules)(options)
     return 0
 

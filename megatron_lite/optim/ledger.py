@@ -1,0 +1,53 @@
+"""How much state a recipe keeps, by arithmetic on the layout: for the memory ledger.
+
+Torch-free but for its imports; a layout can be that of any rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron_lite.optim.adafactor import Adafactor
+from megatron_lite.optim.factored import is_factored
+from megatron_lite.optim.groups import ParamGroup, is_frozen
+from megatron_lite.optim.recipe import Recipe
+from megatron_lite.shard.flat import FlatLayout
+from megatron_lite.spec.physical import PhysicalParam
+from megatron_lite.spec.shards import local_shape
+
+
+def trained_by(recipe: Recipe, physicals: Sequence[PhysicalParam]) -> tuple[PhysicalParam, ...]:
+    """The stored parameters that the recipe trains."""
+    return tuple(p for p in physicals if not is_frozen(p, recipe.frozen))
+
+
+def frozen_elements(recipe: Recipe, physicals: Sequence[PhysicalParam]) -> int:
+    """Elements of the stored parameters that it does not: whole on every data rank."""
+    return sum(math.prod(p.shape) for p in physicals if is_frozen(p, recipe.frozen))
+
+
+def state_per_element(recipe: Recipe, layout: FlatLayout) -> float:
+    """State elements per element of the buckets, padding included; statistics left aside.
+
+    A whole number where all groups have the same kinds: their state is as long as the
+    buckets. Otherwise it is as long as the segments that have it.
+    """
+    kinds = [
+        (segment.stop - segment.start, recipe.kinds(segment.group))
+        for segment in layout.segments
+        if isinstance(segment.group, ParamGroup)
+    ]
+    average = float(recipe.average_decay is not None)
+    if len({found for _, found in kinds}) == 1:
+        return len(kinds[0][1]) + average
+    held = sum(elements * len(found) for elements, found in kinds)
+    return held / max(sum(bucket.elements for bucket in layout.buckets), 1) + average
+
+
+def statistics_elements(recipe: Recipe, layout: FlatLayout) -> int:
+    """Row and column statistics of one rank, on every rank of a shard group alike."""
+    if not isinstance(recipe.rule, Adafactor):
+        return 0
+    specs = [view.spec for slot in layout.slots.values() for view in slot.physical.views]
+    return sum(sum(local_shape(spec)) for spec in specs if is_factored(spec))
