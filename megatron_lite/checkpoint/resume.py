@@ -38,6 +38,7 @@ UPDATE_FIELDS = (
 ARITHMETIC_FIELDS = (
     *(f.name for g in (PrecisionConfig, RecomputeConfig) for f in flag_fields(g)),
     *("native_ops", "loss_chunks", "compile", "deterministic_mode", "device"),
+    *("optimizer_offload", "optimizer_cpu_offload", "optimizer_offload_fraction"),
     *("ddp_bucket_size", "overlap_grad_reduce", "data_parallel_sharding_strategy"),
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megatron_lite.config.plan import position_kind
 from megatron_lite.config.schema import Config, KnownFlag
+from megatron_lite.config.state_plan import offload_kind
 
 LEGACY = "--legacy-loss-normalization"
 
@@ -16,6 +17,7 @@ def notices(config: Config, world_size: int) -> list[str]:
     """Return one line per notice for a checked config."""
     found = inert_notices(config.inert_flags)
     found += layout_notices(config, world_size)
+    found += state_notices(config)
     found += default_notices(config)
     return found
 
@@ -51,6 +53,29 @@ def layout_notices(config: Config, world_size: int) -> list[str]:
         found.append("--save-interval has no effect without --save: nothing is saved")
     if config.distributed_backend == "nccl" and config.device == "cpu" and world_size > 1:
         found.append("--device cpu: the transport is gloo, not --distributed-backend nccl")
+    return found
+
+
+def state_notices(config: Config) -> list[str]:
+    """Tell what narrow and offloaded state costs, where a user may not expect it."""
+    found = []
+    if config.exp_avg_sq_dtype == "bf16" and 1 - config.adam_beta2 < 2**-8:
+        found.append(
+            f"--exp-avg-sq-dtype bf16 with --adam-beta2 {config.adam_beta2}: a decay of "
+            f"{1 - config.adam_beta2:.2g} per step is rounded away, the second moment hardly "
+            "ever falls (from 0.996 down it does)"
+        )
+    if config.grad_reduce_in_bf16 and config.accumulate_allreduce_grads_in_fp32:
+        found.append(
+            "--accumulate-allreduce-grads-in-fp32 has no effect with --grad-reduce-in-bf16"
+        )
+    kind = offload_kind(config)
+    if kind == "none" and config.optimizer_offload_fraction != 1.0:
+        found.append("--optimizer-offload-fraction has no effect without --optimizer-offload")
+    if kind == "cpu" and config.device == "cpu":
+        found.append("--optimizer-offload cpu frees no memory with --device cpu")
+    if kind == "disk" and config.async_save:
+        found.append("--async-save keeps a copy of the optimizer state in memory, offloaded or not")
     return found
 
 

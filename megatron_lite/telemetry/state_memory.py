@@ -44,6 +44,7 @@ class StateBytes:
             their shards stay.
         gathered: most of the whole parameters that exist at once, where only shards stay.
         largest_unit: the largest bucket that comes and goes, "" where none does.
+        elsewhere: of masters and moments, what is not in the memory that is counted here.
     """
 
     parameters: int
@@ -53,11 +54,13 @@ class StateBytes:
     gradient_buckets: int = 0
     gathered: int = 0
     largest_unit: str = ""
+    elsewhere: int = 0
 
     @property
     def resident(self) -> int:
         """What is there between steps."""
-        return self.parameters + self.main_grads + self.masters + self.moments
+        optimizer = self.masters + self.moments - self.elsewhere
+        return self.parameters + self.main_grads + optimizer
 
     @property
     def transient(self) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 
 from megatron_lite.config.notices import notices
+from megatron_lite.config.state_plan import offload_fraction, offload_kind, offloaded_buckets
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.mesh.collectives import all_gather_json
 from megatron_lite.optim.ledger import (
@@ -135,11 +137,26 @@ def estimate_rank_state(parts: Parts, pipeline_rank: int) -> StateBytes:
     layout = rank_buckets(parts, pipeline_rank)
     whole = statistics_elements(recipe, layout) * DTYPE_BYTES[plan.precision.master]
     frozen = frozen_elements(recipe, rank_physicals(parts, pipeline_rank))
-    return replace(
+    master = DTYPE_BYTES[plan.precision.master]
+    spared = sum(master - DTYPE_BYTES[dtype] for _, dtype in plan.precision.moments)
+    moments = round(one.moments * state_per_element(recipe, layout)) + whole
+    state = replace(
         one,
         parameters=one.parameters + frozen * DTYPE_BYTES[plan.precision.compute],
-        moments=round(one.moments * state_per_element(recipe, layout)) + whole,
+        moments=moments - one.moments // master * spared,  # only Adam's, which all groups have
     )
+    away = offloaded_share(parts, pipeline_rank) * (state.masters + state.moments)
+    return replace(state, elsewhere=int(away))
+
+
+def offloaded_share(parts: Parts, pipeline_rank: int) -> Fraction:
+    """Share of masters and moments that is not in the memory of the parameters' device."""
+    config, sharding = parts.config, data_sharding(parts.plan)
+    if offload_kind(config) == "cpu" and parts.device.type == "cpu":
+        return Fraction(0)
+    held = [sharding.held(extent, 1) for extent in rank_layout(parts, pipeline_rank).extents]
+    chosen = offloaded_buckets(held, offload_fraction(config))
+    return Fraction(sum(held[index] for index in chosen), max(sum(held), 1))
 
 
 def rank_physicals(parts: Parts, pipeline_rank: int) -> tuple[PhysicalParam, ...]:

@@ -202,7 +202,7 @@ def test_a_full_disk_is_told_before_the_first_step(
 
 
 def test_too_little_memory_is_told_with_the_way_out() -> None:
-    with pytest.raises(UserError, match="no memory on cpu for .* bytes of optimizer state") as e:
+    with pytest.raises(UserError, match=r"no memory on cpu for .* bytes of optimizer state") as e:
         StateHome(CPU).zeros(0, 2**60, "float32")
     assert "--optimizer-offload disk" in str(e.value)
 
