@@ -36,6 +36,12 @@ RUN_LAYOUT = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
     "pipeline_schedule",
+    "data_parallel_sharding_strategy",
+    "use_distributed_optimizer",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "num_distributed_optimizer_instances",
+    "overlap_param_gather",
 )
 
 

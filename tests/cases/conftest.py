@@ -10,7 +10,7 @@ from megatron_lite.verify.classes import MATCH64
 from megatron_lite.verify.compare import Difference, compare_runs
 from megatron_lite.verify.dumps import RunRecord
 from megatron_lite.verify.session import RankShare, run_layout
-from tests.cases.layouts import LAYOUTS, REFERENCE
+from tests.cases.layouts import LAYOUTS, REFERENCE, batch_for
 from tests.cases.resumed import Part, run_part
 from tests.cases.tiny import SGD, flags
 from tests.pool import RankPool
@@ -19,7 +19,7 @@ from tests.pool import RankPool
 # as little as possible, and a clip that always acts: all that is replicated or padded at once.
 REPLICATED = (
     f"{SGD} --num-layers 4 --num-query-groups 1 --qk-layernorm --clip-grad 0.05 "
-    "--make-vocab-size-divisible-by 1 --global-batch-size 4"
+    "--make-vocab-size-divisible-by 1"
 )
 STEPS = 5
 
@@ -61,16 +61,19 @@ Replicated = Callable[[str], Compared]
 def replicated(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Replicated:
     """`replicated(layout)`: five SGD steps of the model with everything replicated."""
     root: Path = tmp_path_factory.mktemp("replicated")
-    runs: dict[str, tuple[RunRecord, list[RankShare]]] = {}
+    runs: dict[tuple[str, int], tuple[RunRecord, list[RankShare]]] = {}
 
-    def run(name: str) -> tuple[RunRecord, list[RankShare]]:
-        if name not in runs:
-            argv = flags(REPLICATED, steps=STEPS, vocabulary=101)
-            runs[name] = run_layout(rank_pool, root / name, argv, LAYOUTS[name])
-        return runs[name]
+    def run(name: str, batch: int) -> tuple[RunRecord, list[RankShare]]:
+        key = name, batch
+        if key not in runs:
+            text = f"{REPLICATED} --global-batch-size {batch}"
+            argv = flags(text, steps=STEPS, vocabulary=101)
+            runs[key] = run_layout(rank_pool, root / f"{name}-{batch}", argv, LAYOUTS[name])
+        return runs[key]
 
     def compared(name: str) -> Compared:
-        (reference, _), (record, shares) = run(REFERENCE), run(name)
+        batch = batch_for(name, 4)
+        (reference, _), (record, shares) = run(REFERENCE, batch), run(name, batch)
         found = compare_runs(reference, record, MATCH64)
         return Compared(record, reference, tuple(found), tuple(shares))
 

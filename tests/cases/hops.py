@@ -23,7 +23,8 @@ from tests.train.program import LLAMA, RUN, build_and, save_now, train_rank
 # Biases, norms on queries and keys, two KV heads over up to four ranks, a padded vocabulary:
 # everything that is replicated, shared or padded. bf16 has masters beside the weights.
 MODEL = [*LLAMA, "--num-layers", "4", "--qk-layernorm", "--add-qkv-bias", "--vocab-size", "91"]
-ARGV = [*MODEL, *RUN, "--eval-iters", "0", "--save-interval", "100"]
+# Twelve samples: one batch for two, three and four data ranks.
+ARGV = [*MODEL, *RUN, "--eval-iters", "0", "--save-interval", "100", "--global-batch-size", "12"]
 PRECISION = {"bf16": ("--bf16",), "fp64": ("--fp64",), "fp32": ()}
 
 

@@ -19,6 +19,15 @@ def _pipeline(size: int, *more: str) -> tuple[str, ...]:
     return ("--pipeline-model-parallel-size", str(size), *more)
 
 
+def _sharded(strategy: str, *more: str) -> tuple[str, ...]:
+    """Buckets so small that there are many, each with padding."""
+    return (SHARDING[1], strategy, "--ddp-bucket-size", "1000", *more)
+
+
+# "zero" of `axis_sizes`: parts that what is sharded over the data axis is cut into.
+SHARDING = ("--use-distributed-optimizer", "--data-parallel-sharding-strategy")
+INSTANCES = "--num-distributed-optimizer-instances"
+_GATHER_AHEAD = "--overlap-param-gather"
 REFERENCE = "1"
 LAYOUTS: Mapping[str, Layout] = {
     layout.name: layout
@@ -36,6 +45,18 @@ LAYOUTS: Mapping[str, Layout] = {
         Layout("pp2-dp2", 4, _pipeline(2, "--pipeline-schedule", "zb-h1")),
         Layout("pp2-tp2-sp", 4, (*_pipeline(2), *_tensor(2, _SP))),
         Layout("tp2-sp-dp2", 4, _tensor(2, _SP)),
+        Layout("dp2-optim", 2, _sharded("optim")),
+        Layout("dp2-grads", 2, _sharded("optim_grads", _GATHER_AHEAD)),
+        Layout("dp2-params", 2, _sharded("optim_grads_params")),
+        Layout("dp3-params", 3, _sharded("optim_grads_params", _GATHER_AHEAD)),
+        Layout("dp4-hybrid", 4, _sharded("optim_grads_params", INSTANCES, "2")),
+        Layout("tp2-sp-dp2-optim", 4, (*_tensor(2, _SP), *_sharded("optim", _GATHER_AHEAD))),
+        Layout("pp2-dp2-grads", 4, (*_pipeline(2), *_sharded("optim_grads"))),
+        Layout(
+            "zbv-dp2-params",
+            4,
+            (*_pipeline(2, "--pipeline-schedule", "zbv"), *_sharded("optim_grads_params")),
+        ),
     )
 }
 PARALLEL = tuple(name for name in LAYOUTS if name != REFERENCE)
@@ -43,7 +64,7 @@ PARALLEL = tuple(name for name in LAYOUTS if name != REFERENCE)
 FEW = (REFERENCE, "tp2", "dp2", "tp2-sp-dp2")
 # Checkpoints go from each of these to each: a later axis joins with its rows above.
 RESHARD = tuple(LAYOUTS)
-# Axis -> the flag with its size. "zero": whether anything is sharded over the data axis.
+# Axis -> the flag with its size.
 AXIS_FLAGS = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -51,7 +72,6 @@ AXIS_FLAGS = {
     "cp": "--context-parallel-size",
     "ep": "--expert-model-parallel-size",
 }
-SHARDING = ("--use-distributed-optimizer", "--data-parallel-sharding-strategy")
 
 
 def axis_sizes(layout: Layout) -> dict[str, int]:
@@ -63,7 +83,9 @@ def axis_sizes(layout: Layout) -> dict[str, int]:
     }
     sizes["sp"] = 2 if _SP in words else 1
     sizes["dp"] = layout.ranks // (sizes["tp"] * sizes["cp"] * sizes["pp"])
-    sizes["zero"] = sizes["dp"] if any(flag in words for flag in SHARDING) else 1
+    copies = int(words[words.index(INSTANCES) + 1]) if INSTANCES in words else 1
+    is_sharded = any(flag in words for flag in SHARDING)
+    sizes["zero"] = sizes["dp"] // copies if is_sharded else 1
     return sizes
 
 
@@ -79,3 +101,9 @@ def with_axes(axes: Collection[str], layouts: Mapping[str, Layout] = LAYOUTS) ->
 def data_ranks(name: str) -> int:
     """Data-parallel ranks of a layout of the table."""
     return axis_sizes(LAYOUTS[name])["dp"]
+
+
+def batch_for(name: str, at_least: int) -> int:
+    """The smallest global batch from there on that the layout's data ranks divide."""
+    ranks = data_ranks(name)
+    return -(-at_least // ranks) * ranks

@@ -112,6 +112,36 @@ def _run(
     return pool.run(place.ranks, target, timeout_s=400.0, argv=argv, sources=places)
 
 
+def train_and_hold(
+    pool: RankPool, root: Path, layout: str, steps: int, *more: str
+) -> tuple[list[Held], list[tuple[int, ...]]]:
+    """Train and save; what all ranks held when they saved, and each one's buckets' padding."""
+    place = LAYOUTS[layout]
+    argv = [*ARGV, *place.flags, *more, "--save", str(root)]
+    ranks = pool.run(place.ranks, held_by_rank, timeout_s=400.0, argv=argv, steps=steps)
+    return [piece for held, _ in ranks for piece in held], [padding for _, padding in ranks]
+
+
+def held_by_rank(
+    argv: Sequence[str], steps: int, rank: int, world_size: int
+) -> tuple[tuple[Held, ...], tuple[int, ...]]:
+    """One rank's part of `train_and_hold`; runs inside the pool."""
+
+    def use(parts: Parts, state: TrainState, status: RunStatus) -> Any:
+        for _ in range(steps):
+            TrainStep(parts, state).run()
+        held = tuple(_held(piece) for piece in parts.optimizer.state_pieces())
+        save_now(parts, state)
+        layout = parts.buffers.layout
+        used = [sum(layout.slots[name].numel for name in b.names) for b in layout.buckets]
+        sizes = [bucket.elements for bucket in layout.buckets]
+        return held, tuple(size - part for size, part in zip(sizes, used, strict=True))
+
+    with redirect_stdout(io.StringIO()):
+        found: tuple[tuple[Held, ...], tuple[int, ...]] = build_and(use, argv, rank, world_size)
+    return found
+
+
 def steps_of_rank(
     argv: Sequence[str], sources: Sequence[str], rank: int, world_size: int
 ) -> list[Step]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cases.layouts import LAYOUTS
+from tests.cases.layouts import LAYOUTS, batch_for
 from tests.cases.ranks import program
 from tests.pool import fork_ranks
 from tests.train.program import LLAMA, RUN, rows
@@ -41,6 +41,7 @@ def run_part(directory: Path, layout: str, *more: str) -> Part:
     """Run the program once in processes of its own."""
     save, dump, metrics = (directory / name for name in ("save", "dump", "metrics.jsonl"))
     argv = [*ARGV, *LAYOUTS[layout].flags, "--save", str(save), "--metrics-jsonl", str(metrics)]
+    argv += ["--global-batch-size", str(batch_for(layout, 4))]
     argv += ["--debug-dump", str(dump), *more]
     exits = fork_ranks(LAYOUTS[layout].ranks, program, argv, timeout=100.0)
     assert {found.code for found in exits} == {0}, exits

@@ -62,8 +62,9 @@ def test_c059_the_one_kv_head_equals_one_process(replicated: Replicated, layout:
     assert_replicated_and_equal(replicated, layout, KV, LAYERS * 4)
     run = replicated(layout)
     for digests in run.bits(*KV).values():
-        # Every rank of the stage holds the one head.
-        assert len(digests) == LAYOUTS[layout].ranks // axis_sizes(LAYOUTS[layout])["pp"]
+        # Every rank of the stage holds the one head, or each its part of the shards' copies.
+        sizes = axis_sizes(LAYOUTS[layout])
+        assert len(digests) == LAYOUTS[layout].ranks // (sizes["pp"] * sizes["zero"])
 
 
 @pytest.mark.parametrize("layout", [name for name in PARALLEL if data_ranks(name) == 1])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases.layouts import LAYOUTS, REFERENCE
+from tests.cases.layouts import LAYOUTS, REFERENCE, axis_sizes, batch_for
 from tests.cases.ranks import initial_weights, program
 from tests.cases.tiny import flags
 from tests.pool import RankPool, fork_ranks
@@ -24,6 +24,7 @@ def test_c041_every_layout_starts_from_the_same_bits(
     rank_pool: RankPool, reference: str, layout: str
 ) -> None:
     argv = [*flags(TEXT), *LAYOUTS[layout].flags]
+    argv += ["--global-batch-size", str(batch_for(layout, 8))]
     ranks = rank_pool.run(LAYOUTS[layout].ranks, initial_weights, argv=argv)
     assert {found for found, _ in ranks} == {reference}
     replicas = defaultdict(set)
@@ -36,9 +37,10 @@ def test_c041_every_layout_starts_from_the_same_bits(
     for name, held in shards.items():
         if not name.endswith(("bias", "layernorm.weight")):  # zeros and ones
             assert len({digest for _, digest in held}) == len(held), name
-    # Something is cut where there is tensor parallelism.
+    # Something is cut where there is tensor parallelism, or sharding over the data axis.
     cut = any(len(held) > 1 for held in shards.values())
-    assert cut == ("tp" in layout)
+    sizes = axis_sizes(LAYOUTS[layout])
+    assert cut == (sizes["tp"] * sizes["zero"] > 1)
 
 
 def test_c041_another_seed_is_another_model(rank_pool: RankPool, reference: str) -> None:

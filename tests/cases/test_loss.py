@@ -15,8 +15,13 @@ import torch
 from megatron_lite.data.writer import DatasetWriter
 from megatron_lite.mesh.groups import local_group
 from megatron_lite.train.denominators import start_denominators
+from megatron_lite.verify.classes import MATCH64
+from megatron_lite.verify.compare import compare_runs
+from megatron_lite.verify.dumps import RunRecord
+from megatron_lite.verify.session import Layout, run_layout
 from tests.cases.layouts import FEW, LAYOUTS, PARALLEL, REFERENCE, data_ranks
 from tests.cases.ranks import gathered, masked_steps, program
+from tests.cases.tiny import SGD, flags
 from tests.pool import RankPool, fork_ranks
 from tests.train.program import LLAMA, RUN, rows, train_rank
 
@@ -129,3 +134,33 @@ def test_c050_a_whole_run_on_masked_data_reports_no_tokens_and_ends_well(
     for row in [*rows(tmp_path / "metrics.jsonl"), *rows(tmp_path / "metrics.jsonl", "valid")]:
         assert (row["valid_tokens"], row["lm_loss"]) == (0, 0.0)
     assert "NaN" not in json.dumps(rows(tmp_path / "metrics.jsonl"))
+
+
+STAGES = {
+    "0": "no_shard",
+    "1": "optim",
+    "2": "optim_grads",
+    "2-whole": "optim_grads --gradient-accumulation unsharded",
+    "3": "optim_grads_params",
+    "3-whole": "optim_grads_params --gradient-accumulation unsharded",
+}
+ACCUMULATED = f"{SGD} --num-layers 2 --clip-grad 0.05 --ddp-bucket-size 3000"
+
+
+@pytest.fixture(scope="module")
+def unaccumulated(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    """One process that takes the whole batch of eight at once."""
+    argv = [*flags(ACCUMULATED), "--micro-batch-size", "8"]
+    return run_layout(rank_pool, tmp_path_factory.mktemp("c051") / "1", argv, Layout("1"))[0]
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_c051_every_stage_accumulates_to_the_same_numbers(
+    rank_pool: RankPool, tmp_path: Path, unaccumulated: RunRecord, stage: str, micro: int
+) -> None:
+    words = ("--data-parallel-sharding-strategy", *STAGES[stage].split())
+    layout = Layout("dp2", 2, (*words, "--micro-batch-size", str(micro)))
+    record, _ = run_layout(rank_pool, tmp_path / "run", flags(ACCUMULATED), layout)
+    differences = compare_runs(unaccumulated, record, MATCH64)
+    assert not differences, str(differences[0])

@@ -40,7 +40,10 @@ QUIET = ["--hidden-dropout", "0", "--attention-dropout", "0", "--weight-decay", 
 BF16 = [*LLAMA, *RUN, *QUIET, "--bf16", "--save-interval", "100", "--eval-global-batch-size", "4"]
 
 
-@pytest.mark.parametrize("layout", FEW)
+SHARDED = ("dp2-optim", "dp2-grads", "dp2-params")
+
+
+@pytest.mark.parametrize("layout", (*FEW, *SHARDED, "dp4-hybrid", "zbv-dp2-params"))
 def test_c034_weights_alone_are_what_the_next_step_computes_with(
     rank_pool: RankPool, tmp_path: Path, layout: str
 ) -> None:
@@ -65,12 +68,15 @@ def test_c034_weights_alone_are_what_the_next_step_computes_with(
             assert torch.equal(after.read(name).bfloat16(), weight), name
 
 
+@pytest.mark.parametrize("layout", (REFERENCE, *SHARDED))
 def test_c034_masters_are_kept_in_full_precision_over_a_resume(
-    rank_pool: RankPool, tmp_path: Path
+    rank_pool: RankPool, tmp_path: Path, layout: str
 ) -> None:
+    size, flags = LAYOUTS[layout].ranks, LAYOUTS[layout].flags
     for name, stop in (("whole", 10), ("parts", 5), ("parts", 10)):
         save = ["--save", str(tmp_path / name), "--load", str(tmp_path / name)]
-        rank_pool.run(1, train_rank, argv=[*BF16, *save, "--exit-interval", str(stop)])
+        argv = [*BF16, *flags, *save, "--exit-interval", str(stop)]
+        rank_pool.run(size, train_rank, argv=argv)
     whole, checkpoint = open_checkpoint(tmp_path / "whole"), open_checkpoint(tmp_path / "parts")
     assert whole.step == checkpoint.step == 10
     assert whole.names == checkpoint.names

@@ -18,6 +18,7 @@ from tests.cases.hops import (
     train_and_save,
 )
 from tests.cases.layouts import LAYOUTS, REFERENCE, with_axes
+from tests.cases.next_steps import Stored, train_and_hold
 from tests.pool import RankPool
 
 NEAR_BF16 = (2e-2, 5e-2)  # of loss and gradient norm, against another layout's step
@@ -63,6 +64,10 @@ def test_c027_hops_over_tensor_parallel_sizes_come_home_unchanged(
 CHAINS = (
     ("tp2", "dp2", "tp2"),
     ("tp2-sp-dp2", "pp4", "tp4-sp", "zbv", "dp2", "pp2-tp2-sp", "pp2-v2", "tp2-sp-dp2"),
+    (
+        *("dp2-optim", "zbv-dp2-params", "tp2-sp-dp2-optim", "dp3-params", "1", "dp4-hybrid"),
+        *("pp2-dp2-grads", "dp2-params", "tp4", "dp2-grads", "dp2-optim"),
+    ),
 )
 
 
@@ -91,14 +96,20 @@ def test_a_hash_notices_one_changed_bit(rank_pool: RankPool, tmp_path: Path, sav
 # Rows that exist once a layout of the table cuts over the axis.
 
 
+ODD = "--hidden-size 27 --kv-channels 6 --ffn-hidden-size 46 --ddp-bucket-size 1000"
+
+
 @pytest.mark.parametrize("layout", with_axes({"dp"}))
 def test_c028_optimizer_state_beyond_the_first_bucket_survives(
     rank_pool: RankPool, tmp_path: Path, layout: str
 ) -> None:
-    small = ("--ddp-bucket-size", "1000", "--global-batch-size", "12")
-    train_and_save(rank_pool, tmp_path / "a", layout, 2, *small)
+    small = tuple(ODD.split())
+    held, paddings = train_and_hold(rank_pool, tmp_path / "a", layout, 2, *small)
+    assert all(sum(padding > 0 for padding in found) >= 4 for found in paddings)
+    assert Stored(tmp_path / "a").wrong(held) == []
     before = open_checkpoint(tmp_path / "a")
-    for target in (LAYOUTS[REFERENCE], Layout("dp3", 3)):
+    sharded = Layout("dp3-optim", 3, LAYOUTS["dp2-optim"].flags)
+    for target in (LAYOUTS[REFERENCE], Layout("dp3", 3), sharded):
         hop_in_pool(rank_pool, tmp_path / "a", tmp_path / target.name, target, *small)
         after = open_checkpoint(tmp_path / target.name)
         assert after.names == before.names

@@ -1,7 +1,9 @@
-"""Every layout of the table goes on from the checkpoint of every other: bits, and the next step.
+"""Every layout of the table goes on from the checkpoints of others: bits, and the next step.
 
 `RESHARD` of `layouts.py` is the matrix, which a later axis joins. In bf16 there
 are masters beside the weights; fp64 shows in the step that follows what rounding would hide.
+Unsharded layouts meet all of each other. Of the pairs with a sharded one it is a third, so
+that each layout reads many others' checkpoints and is read by many.
 """
 
 from collections.abc import Callable
@@ -12,13 +14,14 @@ import pytest
 
 from megatron_lite.verify.classes import MATCH32_ADAM, MATCH64, Tolerances
 from tests.cases.hops import PRECISION, hash_of, train_and_save
-from tests.cases.layouts import LAYOUTS, REFERENCE, RESHARD, axis_sizes
+from tests.cases.layouts import LAYOUTS, REFERENCE, RESHARD, axis_sizes, with_axes
 from tests.cases.next_steps import NextStep, Stored, loads, next_steps
 from tests.pool import RankPool
 
 # A layout meets all checkpoints in one test: seconds, minutes where the cores are shared.
 pytestmark = pytest.mark.timeout(480)
 FIVE = (REFERENCE, "tp2", "tp4-sp", "dp2", "tp2-sp-dp2")
+SHARDED = frozenset(with_axes({"zero"}))
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,10 @@ class Matrix:
     made: dict[str, list[NextStep]] = field(default_factory=dict)
 
     def order(self, target: str) -> list[int]:
-        """All checkpoints; a neighbour's last, so that each layout saves another one's."""
-        first = self.layouts.index(target) + 2
-        return [(first + k) % len(self.layouts) for k in range(len(self.layouts))]
+        """The checkpoints it meets; its own first, so that each layout saves another one's."""
+        first = self.layouts.index(target)
+        order = [(first + k) % len(self.layouts) for k in range(len(self.layouts))]
+        return [index for index in order if meets(self.layouts[index], target)]
 
     def steps(self, pool: RankPool, precision: str) -> list[NextStep]:
         """Where one process goes from each."""
@@ -44,6 +48,14 @@ class Matrix:
                 pool, self.roots, save, REFERENCE, *PRECISION[precision]
             )
         return self.made[precision]
+
+
+def meets(source: str, target: str) -> bool:
+    """Whether the second goes on from the first's checkpoint."""
+    pair = (source, target)
+    if REFERENCE in pair or not SHARDED.intersection(pair):
+        return True
+    return sum(map(RESHARD.index, pair)) % 3 == 0
 
 
 Known = Callable[[str, tuple[str, ...]], Matrix]
@@ -70,7 +82,7 @@ def matrix(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Kno
 
 
 @pytest.mark.parametrize("target", RESHARD)
-def test_row_45_every_layout_loads_the_bits_of_every_layouts_checkpoint(
+def test_row_45_every_layout_loads_the_bits_of_other_layouts_checkpoints(
     rank_pool: RankPool, tmp_path: Path, matrix: Known, target: str
 ) -> None:
     known = matrix("bf16", RESHARD)
@@ -95,7 +107,7 @@ CASES = [
     CASES,
     ids=[f"{precision}-into-{target}" for precision, _, target, _ in CASES],
 )
-def test_row_45_every_layout_goes_on_from_every_layouts_checkpoint(
+def test_row_45_every_layout_goes_on_from_other_layouts_checkpoints(
     rank_pool: RankPool,
     tmp_path: Path,
     matrix: Known,
@@ -126,5 +138,14 @@ def test_the_matrix_has_a_layout_of_every_axis() -> None:
     def cut(names: tuple[str, ...]) -> set[str]:
         return {a for name in names for a, size in axis_sizes(LAYOUTS[name]).items() if size > 1}
 
-    assert cut(RESHARD) >= {"tp", "sp", "dp", "pp", "vpp"}
+    assert cut(RESHARD) >= {"tp", "sp", "dp", "pp", "vpp", "zero"}
     assert set(FIVE) < set(RESHARD)
+
+
+def test_every_layout_reads_others_and_is_read_by_others() -> None:
+    plain = set(RESHARD) - SHARDED
+    for one in RESHARD:
+        read = {other for other in RESHARD if meets(other, one)}
+        assert read == {other for other in RESHARD if meets(one, other)}
+        assert len(read & SHARDED) >= 2 and len(read & plain) >= 4, one
+        assert one in SHARDED or plain <= read

@@ -43,11 +43,17 @@ def mha_gelu() -> list[str]:
         (flags(f"{TINY} {FULL}", steps=1), "1", "full_square", 276_824_064),
         (flags(TINY, steps=1), "tp2", "full_square", 276_824_064),
         (flags(f"{TINY} {FULL}", steps=1), "tp2-sp-dp2", "full_square", 276_824_064),
+        (flags(TINY, steps=1), "dp2-optim", "full_square", 276_824_064),
+        (flags(f"{TINY} {FULL}", steps=1), "zbv-dp2-params", "full_square", 276_824_064),
+        (flags(TINY, steps=1), "dp4-hybrid", "full_square", 276_824_064),
         (mha_gelu(), "1", "full_square", 352_321_536),
         (flags(f"{TINY} --flops-convention causal_half", steps=1), "1", "causal_half",
          264_241_152),
     ],
-    ids=["tiny", "recompute", "tp2", "tp2-sp-dp2-recompute", "mha-gelu", "causal-half"],
+    ids=[
+        "tiny", "recompute", "tp2", "tp2-sp-dp2-recompute", "dp2-optim",
+        "zbv-dp2-params-recompute", "dp4-hybrid", "mha-gelu", "causal-half",
+    ],
 )  # fmt: skip
 def test_c089_logged_flops_mfu_and_peak_follow_the_stated_convention(
     tmp_path: Path, argv: list[str], layout: str, convention: str, expected: int

@@ -10,7 +10,7 @@ from megatron_lite.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_lite.config.options import build_options
 from megatron_lite.verify.covering import Row, covering_rows
 from megatron_lite.verify.tiny_data import write_tiny_dataset
-from tests.cases.layouts import LAYOUTS
+from tests.cases.layouts import LAYOUTS, batch_for
 from tests.pool import RankPool
 from tests.train.program import LLAMA, OWN_DATA, rows, train_rank
 
@@ -53,6 +53,7 @@ def flags_of(row: Row, prefix: Path) -> list[str]:
         *OWN_DATA,
         *("--train-data-path", str(prefix), "--valid-data-path", str(prefix)),
         *LAYOUTS[str(row["layout"])].flags,
+        *("--global-batch-size", str(batch_for(str(row["layout"]), 4))),
         *PRECISION[str(row["precision"])],
         *("--num-workers", str(row["workers"])),
         *EVALUATION[str(row["evaluation"])],
