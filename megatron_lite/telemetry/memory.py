@@ -45,7 +45,7 @@ class MemoryLedger:
             ("main gradients", state.main_grads),
             ("master weights", state.masters),
             ("optimizer moments", state.moments),
-            *([("offloaded, not in the total", state.elsewhere)] if state.elsewhere else []),
+            *([("offloaded", state.elsewhere)] if state.elsewhere else []),
             *(row for row in passing if row[1]),
             ("activations (estimate)", self.activations_bytes),
             *([("messages (estimate)", self.messages_bytes)] if self.messages_bytes else []),

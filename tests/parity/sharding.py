@@ -4,6 +4,7 @@ Buckets are small, so that every parameter is cut somewhere and several travel a
 data ranks divide no parameter count evenly.
 """
 
+import tempfile
 from collections.abc import Mapping, Sequence
 
 from megatron_lite.verify.axes import (
@@ -27,6 +28,10 @@ SHARDINGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "optim": ("optim", ()),
     "optim-overlap": ("optim", _OVERLAP),
     "optim-hybrid": ("optim", (*_HYBRID, *_OVERLAP)),
+    "optim-offload": (
+        "optim",
+        ("--optimizer-offload", "disk", "--offload-dir", tempfile.gettempdir()),
+    ),
     "grads": ("optim_grads", _OVERLAP),
     "grads-whole": ("optim_grads", _UNSHARDED),
     "grads-hybrid": ("optim_grads", _HYBRID),
