@@ -39,7 +39,6 @@ ARITHMETIC_FIELDS = (
     *(f.name for g in (PrecisionConfig, RecomputeConfig) for f in flag_fields(g)),
     *("native_ops", "loss_chunks", "compile", "deterministic_mode", "device"),
     *("ddp_bucket_size", "overlap_grad_reduce", "data_parallel_sharding_strategy"),
-    *("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2"),
     *("num_distributed_optimizer_instances", "gradient_accumulation"),
 )
 
