@@ -40,7 +40,6 @@ ARITHMETIC_FIELDS = (
     *("native_ops", "loss_chunks", "compile", "deterministic_mode", "device"),
     *("optimizer_offload", "optimizer_cpu_offload", "optimizer_offload_fraction"),
     *("ddp_bucket_size", "overlap_grad_reduce", "data_parallel_sharding_strategy"),
-    *("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2"),
     *("num_distributed_optimizer_instances", "gradient_accumulation"),
 )
 

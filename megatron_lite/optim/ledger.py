@@ -30,23 +30,27 @@ def frozen_elements(recipe: Recipe, physicals: Sequence[PhysicalParam]) -> int:
 def state_per_element(recipe: Recipe, layout: FlatLayout) -> float:
     """State elements per element of the buckets, padding included; statistics left aside.
 
-    A whole number where all groups have the same kinds: their state is as long as the
-    buckets. Otherwise it is as long as the segments that have it.
+    A kind that all groups have is as long as the buckets, any other as long as the segments
+    of its groups.
     """
-    kinds = [
+    groups = [
         (segment.stop - segment.start, recipe.kinds(segment.group))
         for segment in layout.segments
         if isinstance(segment.group, ParamGroup)
     ]
-    average = float(recipe.average_decay is not None)
-    if len({found for _, found in kinds}) == 1:
-        return len(kinds[0][1]) + average
-    held = sum(elements * len(found) for elements, found in kinds)
-    return held / max(sum(bucket.elements for bucket in layout.buckets), 1) + average
+    total = max(sum(bucket.elements for bucket in layout.buckets), 1)
+    held = float(recipe.average_decay is not None)
+    for kind in dict.fromkeys(kind for _, kinds in groups for kind in kinds):
+        having = [elements for elements, kinds in groups if kind in kinds]
+        held += 1.0 if len(having) == len(groups) else sum(having) / total
+    return held
 
 
 def statistics_elements(recipe: Recipe, layout: FlatLayout) -> int:
-    """Row and column statistics of one rank, on every rank of a shard group alike."""
+    """Row and column statistics of one rank, on every rank of a shard group alike.
+
+    Rows that pad a vocabulary count, although the ranks that hold them keep none of them.
+    """
     if not isinstance(recipe.rule, Adafactor):
         return 0
     specs = [view.spec for slot in layout.slots.values() for view in slot.physical.views]

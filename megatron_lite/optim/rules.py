@@ -2,7 +2,7 @@
 
 A rule owns hyper-parameters, not state: `Optimizer` keeps one flat buffer per state kind
 and hands the segments of one optimizer group over. A new optimizer is one more file with
-one class, and a line in `optimizer.build_rule`.
+one class, and a line in `recipe.build_rule`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron_lite.config.plan import (
     rotary_dim,
 )
 from megatron_lite.config.schema import Config, ModelConfig, MoEConfig, flag_fields
+from megatron_lite.config.sharding_plan import plan_sharding
 from megatron_lite.verify.axes import (
     Axis,
     Case,
@@ -35,6 +36,7 @@ from megatron_lite.verify.axes import (
     native_axis,
     recompute_axis,
     sequence_axis,
+    sharding_axis,
     tensor_axis,
 )
 from megatron_lite.verify.scale_pipeline import ScaledPipeline, scale_pipeline
@@ -192,6 +194,9 @@ def scale_down(config: Config, world_size: int, data: Path, steps: int, precisio
         f"(micro-batch {micro}, {accumulation} per rank)"
     )
     notes += pipeline.notes(config) if pipeline is not None else []
+    copies = config.num_distributed_optimizer_instances
+    if copies != scale_copies(config, sizes["dp"]):
+        notes.append(f"copies of shards: {copies} -> {scale_copies(config, sizes['dp'])}")
     notes.append(f"data -> tiny documents, their ends masked; optimizer -> SGD, {precision}")
     return Scaled(case, tuple(notes))
 
@@ -277,6 +282,8 @@ def scaled_axes(
         axes.append(pipeline.axis(sizes["dp"], micro) if has_table else pipeline.axis())
     if sizes["dp"] > 1 and not has_table:
         axes.append(data_axis(sizes["dp"]))
+    if sizes["dp"] > 1:
+        axes += scale_sharding(config, sizes["dp"], needs="pp" if has_table else "dp")
     if accumulates and not has_table:
         axes.append(microbatch_axis(micro))
     recompute = recompute_kind(config)
@@ -288,6 +295,28 @@ def scaled_axes(
     if config.native_ops == "on":
         axes.append(native_axis("on"))
     return tuple(axes)
+
+
+def scale_sharding(config: Config, dp: int, needs: str) -> list[Axis]:
+    """What the user's data axis shards, in two copies where there were several and ranks allow."""
+    sharding = plan_sharding(config)
+    copies = scale_copies(config, dp)
+    if sharding.stage == 0 and copies == 1:
+        return []
+    flags = ["--num-distributed-optimizer-instances", str(copies)] if copies > 1 else []
+    if sharding.overlap_gather:
+        flags.append("--overlap-param-gather")
+    if sharding.stage > 1:
+        flags += ["--gradient-accumulation", config.gradient_accumulation]
+    if sharding.stage > 2:
+        flags += ["--reshard-after", sharding.reshard_after]
+    return [replace(sharding_axis(sharding.strategy, *flags), needs=needs)]
+
+
+def scale_copies(config: Config, dp: int) -> int:
+    """Copies of the shards: two, of at least two ranks each, or one."""
+    several = config.num_distributed_optimizer_instances > 1
+    return 2 if several and dp % 2 == 0 and dp > 2 else 1
 
 
 def kept_values(config: Config, scaled: Mapping[str, int]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ themselves run at once, so results are real.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,14 +27,12 @@ class Link:
     Attributes:
         per_element: ticks that one element of a message takes.
         now: the clock.
-        exposed: ticks that were waited for.
-        waits: (elements, ticks waited) in order.
+        exposed: ticks that were waited for, by purpose ("reduce", "gather").
     """
 
     per_element: float
     now: float = 0.0
-    exposed: float = 0.0
-    waits: list[tuple[int, float]] = field(default_factory=list)
+    exposed: Counter[str] = field(default_factory=Counter)
     _free: float = 0.0
 
     def compute(self, ticks: float) -> None:
@@ -45,11 +44,10 @@ class Link:
         self._free = max(self._free, self.now) + elements * self.per_element
         return self._free
 
-    def wait(self, elements: int, end: float) -> None:
+    def wait(self, purpose: str, end: float) -> None:
         """Let time pass until `end`."""
         waited = max(0.0, end - self.now)
-        self.exposed += waited
-        self.waits.append((elements, waited))
+        self.exposed[purpose] += waited  # type: ignore[assignment]  # ticks may be fractions
         self.now += waited
 
 
@@ -59,14 +57,14 @@ class DelayedWork:
 
     link: Link
     work: Any
-    elements: int
+    purpose: str
     end: float
     waited: bool = False
 
     def wait(self) -> object:
         """Wait by the link's clock, once."""
         if not self.waited:
-            self.link.wait(self.elements, self.end)
+            self.link.wait(self.purpose, self.end)
         self.waited = True
         return self.work.wait()
 
@@ -74,7 +72,9 @@ class DelayedWork:
         return getattr(self.work, name)
 
 
-def _delayed(link: Link, collective: Callable[..., Any], message: int) -> Callable[..., Any]:
+def _delayed(
+    link: Link, collective: Callable[..., Any], message: int, purpose: str
+) -> Callable[..., Any]:
     """The collective with its time; `message` is the argument that counts its elements."""
 
     def run(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def _delayed(link: Link, collective: Callable[..., Any], message: int) -> Callab
         work = collective(*args, async_op=True, **kwargs)
         if elements <= IGNORED:
             return work if async_op else work.wait()
-        delayed = DelayedWork(link, work, elements, link.start(elements))
+        delayed = DelayedWork(link, work, purpose, link.start(elements))
         return delayed if async_op else delayed.wait()
 
     return run
@@ -93,12 +93,12 @@ def delayed_collectives(link: Link) -> Iterator[None]:
     """All collectives of this process go over the link."""
     dist = collectives.dist
     with ExitStack() as stack:
-        for owner, name, message in (
-            (dist, "all_reduce", 0),
-            (dist, "all_to_all_single", 1),  # carries the reduce-scatter on gloo
-            (collectives, "_all_gather", 0),
-            (collectives, "_reduce_scatter", 1),
+        for owner, name, message, purpose in (
+            (dist, "all_reduce", 0, "reduce"),
+            (dist, "all_to_all_single", 1, "reduce"),  # carries the reduce-scatter on gloo
+            (collectives, "_all_gather", 0, "gather"),
+            (collectives, "_reduce_scatter", 1, "reduce"),
         ):
-            real = getattr(owner, name)
-            stack.enter_context(patch.object(owner, name, _delayed(link, real, message)))
+            delayed = _delayed(link, getattr(owner, name), message, purpose)
+            stack.enter_context(patch.object(owner, name, delayed))
         yield

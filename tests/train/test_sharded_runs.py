@@ -80,13 +80,17 @@ NOTHING = [*SHORT, "--hidden-size", "8", "--ffn-hidden-size", "8", "--vocab-size
 NOTHING += ["--global-batch-size", "8", "--ddp-bucket-size", "1"]
 
 
+TP2_SP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+
+
+@pytest.mark.parametrize("more", [(), TP2_SP], ids=["dp8", "tp2-sp-dp4"])
 @pytest.mark.parametrize("way", ["optim", "grads", "grads-whole", "params"])
 def test_ranks_that_own_nothing_change_no_figure(
-    rank_pool: RankPool, tmp_path: Path, way: str
+    rank_pool: RankPool, tmp_path: Path, way: str, more: tuple[str, ...]
 ) -> None:
     wanted = run(rank_pool, tmp_path / "one", 1, NOTHING)
     flags = [word for word in STRATEGIES[way] if word not in SMALL]
-    assert_near(run(rank_pool, tmp_path / "many", 8, [*NOTHING, *flags]), wanted)
+    assert_near(run(rank_pool, tmp_path / "many", 8, [*NOTHING, *flags, *more]), wanted)
     assert_near_weights(tmp_path / "many", tmp_path / "one")
 
 
@@ -183,7 +187,7 @@ def test_a_canary_is_replayed_in_the_same_strategy_bitwise_and_in_another_nearly
     ],
     ids=["distributed-optimizer", "fsdp2", "instances", "accumulation"],
 )
-def test_another_spelling_or_way_of_sharding_is_not_held_to_equal_bits(
+def test_another_way_of_sharding_is_not_held_to_equal_bits(
     rank_pool: RankPool, tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
 ) -> None:
     saved = [*SHORT, *before, "--verify-resume", "--save", str(tmp_path)]

@@ -129,3 +129,36 @@ def test_scaled_axes_fit_the_pool_and_stay_axes(tp: int, pp: int, dp: int) -> No
     assert sizes["tp"] * sizes["pp"] * sizes["dp"] <= 8
     wanted = (tp > 1, pp > 1, dp > 1)
     assert (sizes["tp"] > 1, sizes["pp"] > 1, sizes["dp"] > 1) == wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("--use-distributed-optimizer", "optim"),
+        (
+            "--data-parallel-sharding-strategy optim_grads --gradient-accumulation unsharded "
+            "--overlap-param-gather --num-distributed-optimizer-instances 4",
+            "optim_grads --num-distributed-optimizer-instances 2 --overlap-param-gather "
+            "--gradient-accumulation unsharded",
+        ),
+        (
+            "--use-megatron-fsdp --reshard-after backward",
+            "optim_grads_params --gradient-accumulation sharded --reshard-after backward",
+        ),
+    ],
+)
+def test_sharding_of_the_data_axis_is_kept(tmp_path: Path, flags: str, kept: str) -> None:
+    words = LARGE.replace("--tensor-model-parallel-size 8 --sequence-parallel", "")
+    result = scaled(f"{words} {flags}", 64, tmp_path)
+    layout = result.case.layout(result.case.axes)
+    check_config(parse_config([*result.case.flags, *layout.flags], {}), layout.ranks)
+    (axis,) = (axis for axis in result.case.axes if axis.name == "sharding")
+    assert " ".join(axis.flags) == f"--data-parallel-sharding-strategy {kept}"
+
+
+def test_copies_without_ranks_for_them_become_one_and_are_told(tmp_path: Path) -> None:
+    flags = f"{LARGE} --use-distributed-optimizer --num-distributed-optimizer-instances 4"
+    result = scaled(flags, 64, tmp_path)
+    (axis,) = (axis for axis in result.case.axes if axis.name == "sharding")
+    assert axis.flags == ("--data-parallel-sharding-strategy", "optim")
+    assert "copies of shards: 4 -> 1" in result.notes

@@ -37,6 +37,12 @@ def test_a_difference_is_named(
     assert "axis sp: gradient of decoder.layers.1.mlp.linear_fc2.bias at step 1" in out
 
 
+def test_a_sharded_data_axis_is_certified(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*FLAGS.split()[:-3], "--use-megatron-fsdp", "--overlap-param-gather"]
+    assert main(["--ranks", "2", "--steps", "1", *flags]) == 0
+    assert "equal: dp+sharding+micro-batch+native-on on 2 rank(s)" in capsys.readouterr().out
+
+
 PIPELINE = (
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
     "--pipeline-schedule interleaved-zb"
