@@ -78,8 +78,7 @@ def test_moments_of_another_dtype_are_told_and_converted_only_on_request(
         rank_pool.run(1, train_rank, argv=argv)
     assert "optim/exp_avg" in str(refused.value)
     assert "is float32, expected bfloat16" in str(refused.value)
-    argv = [*argv, "--ckpt-allow", "dtype"]
-    argv[argv.index("--train-iters") + 1] = "3"
+    argv = [*argv, "--ckpt-allow", "dtype", "--train-iters", "3"]
     rank_pool.run(1, train_rank, argv=argv)
     converted = open_checkpoint(tmp_path / "b")
     assert converted.dtype(name) == torch.bfloat16
