@@ -11,7 +11,7 @@ once gathered, on all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -29,7 +29,7 @@ from megatron_lite.optim.matrix_updates import MatrixUpdates
 from megatron_lite.optim.norm import SquaredNorm
 from megatron_lite.optim.recipe import AVERAGE, MatrixRules, Recipe, Rule
 from megatron_lite.optim.rules import UpdateRule
-from megatron_lite.optim.segments import RankPlace, allocate_state, owned_segments
+from megatron_lite.optim.segments import OwnedSegment, RankPlace, allocate_state, owned_segments
 from megatron_lite.optim.state_home import StateHome
 from megatron_lite.shard.buffers import FlatBuffers
 from megatron_lite.shard.gather import ResidentWeights
@@ -93,16 +93,7 @@ class Optimizer:
         segments = owned_segments(buffers)
         self.state = allocate_state(buffers, segments, self.recipe.kinds, self.home)
         self._updates = 0
-        resident, away = (
-            collect_groups(
-                buffers,
-                [s for s in segments if (s.bucket in self.home.buckets) == is_away],
-                self.weights,
-                self.masters,
-                self.state,
-            )
-            for is_away in (False, True)
-        )
+        resident, away = (self._collect(segments, is_away) for is_away in (False, True))
         self._groups = [*resident, *away]
         self._factored: FactoredUpdates | None = None
         self._updaters: list[Updates] = []
@@ -134,6 +125,11 @@ class Optimizer:
         copies = {index: buffers.ownership.copies(bucket) for index, bucket in buckets}
         ranges = norm_ranges(buffers.pieces, buffers.windows, copies)
         self.squared_norm = SquaredNorm(buffers.owned_gradients, ranges, native)
+
+    def _collect(self, segments: Sequence[OwnedSegment], is_away: bool) -> list[GroupTensors]:
+        """The groups of the buckets whose state is elsewhere, or of the others."""
+        chosen = [s for s in segments if (s.bucket in self.home.buckets) == is_away]
+        return collect_groups(self.buffers, chosen, self.weights, self.masters, self.state)
 
     def _by_elements(self, groups: list[GroupTensors]) -> list[tuple[UpdateRule, GroupTensors]]:
         """Those that are updated element by element, with their rules."""
