@@ -49,7 +49,7 @@ FACTORS: Mapping[str, Sequence[object]] = {
     "tp": ("1", "2-sp"),
     "pipeline": ("none", "1f1b-2", "zbv-2"),
     "recompute": ("none", "full"),
-    "optimizer": ("sgd", "adam"),
+    "optimizer": ("sgd", "adam", "muon"),
     "precision": ("fp64", "fp32"),
 }
 BUCKET_FLAGS = "--ddp-bucket-size 1500"

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_lite.mesh.collectives import Work
 from megatron_lite.optim import optimizer
-from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.shard import buckets
 from megatron_lite.shard.buckets import MainGradients
 from megatron_lite.shard.buffers import FlatBuffers, is_released
@@ -66,27 +65,25 @@ def second_bucket_not_reduced() -> Iterator[None]:
 
 @contextmanager
 def shard_of_the_next_rank_updated() -> Iterator[None]:
-    original = Optimizer._collect_groups
+    original = optimizer.collect_groups
 
-    def planted(self: Optimizer) -> Any:
-        theirs = property(lambda found: _neighbours(found.buffers))
-        with patch.object(Optimizer, "weights", theirs):
-            return original(self)
+    def planted(buffers: FlatBuffers, segments: Any, weights: Any, *others: Any) -> Any:
+        return original(buffers, segments, _neighbours(buffers), *others)
 
-    with patch.object(Optimizer, "_collect_groups", planted):
+    with patch.object(optimizer, "collect_groups", planted):
         yield
 
 
 @contextmanager
 def master_of_another_ranks_range() -> Iterator[None]:
     """Masters are rounded into the part of the parameters that the next rank owns."""
+    original = optimizer.collect_groups
 
-    def planted(self: Optimizer) -> None:
-        theirs = _neighbours(self.buffers)
-        for index, master in self.masters.items():
-            theirs[index].copy_(master)
+    def planted(buffers: FlatBuffers, *others: Any) -> Any:
+        with patch.object(buffers, "owned_values", _neighbours(buffers)):
+            return original(buffers, *others)
 
-    with patch.object(Optimizer, "_round_masters", planted):
+    with patch.object(optimizer, "collect_groups", planted):
         yield
 
 

@@ -55,7 +55,7 @@ def test_absent_deepspeed_is_left_out_with_a_line(
 def test_our_cases_are_the_flags_that_users_give(strategy: str) -> None:
     config = parse_config(sharding.our_flags(f"ours-{strategy}", sharding.SIZES["30M"], "/x"), {})
     assert config.data_parallel_sharding_strategy == strategy
-    assert config.ddp_bucket_size == 6_553_600
+    assert config.ddp_bucket_size is None  # what users get
     assert (config.micro_batch_size, config.global_batch_size) == (2, 4)
 
 

@@ -45,7 +45,6 @@ TORCH = ("torch-ddp", "torch-zero1", "torch-fsdp2")
 DEEPSPEED = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
 CASES = (*ALONE, *(f"ours-{name}" for name in STRATEGIES), *TORCH, *DEEPSPEED)
 FIRST = "torch-ddp"  # ratios are to this one
-BUCKET = 25 * 2**20 // 4  # elements; torch DDP's default in fp32
 
 
 def our_flags(case: str, size: Mapping[str, int], directory: str) -> list[str]:
@@ -65,7 +64,7 @@ def our_flags(case: str, size: Mapping[str, int], directory: str) -> list[str]:
         return [*flags, "--micro-batch-size", str(BATCH)]
     strategy = case.removeprefix("ours-")
     return [
-        *flags, "--micro-batch-size", str(BATCH // 2), "--ddp-bucket-size", str(BUCKET),
+        *flags, "--micro-batch-size", str(BATCH // 2),
         "--data-parallel-sharding-strategy", strategy, "--overlap-grad-reduce",
         *(["--overlap-param-gather"] if strategy != "no_shard" else []),
     ]  # fmt: skip
