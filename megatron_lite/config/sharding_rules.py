@@ -69,7 +69,22 @@ def instances_message(f: Facts) -> str:
     )
 
 
+def idle_rule(field: str, default: str, needs: tuple[str, ...]) -> Rule:
+    """A flag that would change nothing below its strategy."""
+    name = f"--{field.replace('_', '-')}"
+    return Rule(
+        f"{name[2:]}-needs-shards",
+        lambda f: getattr(f.config, field) != default and sharding_strategy(f.config) not in needs,
+        lambda f: (
+            f"{name} {getattr(f.config, field)} changes nothing with {STRATEGY} "
+            f"{sharding_strategy(f.config)}; legal with: {', '.join(needs)}"
+        ),
+    )
+
+
 SHARDING_RULES: tuple[Rule, ...] = (
+    idle_rule("gradient_accumulation", "sharded", ("optim_grads", "optim_grads_params")),
+    idle_rule("reshard_after", "forward", ("optim_grads_params",)),
     Rule("sharding-agrees", contradicts, contradiction_message),
     Rule("instances-divide", instances_broken, instances_message),
     Rule(
