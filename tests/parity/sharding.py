@@ -60,6 +60,8 @@ def is_layout(row: Row) -> bool:
     dp, pp = int(str(row["dp"])), 1 if row["pipeline"] == "none" else 2
     _, flags = SHARDINGS[str(row["sharding"])]
     copies = 2 if _HYBRID[0] in flags else 1
+    if row["sharding"] == "optim-offload" and row["optimizer"] == "muon":
+        return False  # refused: whole matrices are not updated chunk by chunk
     return dp * pp * int(str(row["tp"])[0]) <= MOST_RANKS and dp % copies == 0
 
 
