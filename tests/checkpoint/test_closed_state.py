@@ -80,7 +80,7 @@ FREE = (
 
 
 OPTIMIZER = (
-    "buffers recipe masters state squared_norm _gathered _frozen _updates _groups _factored "
+    "buffers home recipe masters state squared_norm _gathered _frozen _updates _groups _factored "
     "_updaters _average"
 )
 
@@ -93,7 +93,7 @@ def test_every_flag_has_its_treatment_on_resume() -> None:
         [
             field.name
             for field in flag_fields(OptimizerConfig)
-            if field.name not in (*UPDATE_FIELDS, "optimizer", "eval_with_ema")
+            if field.name not in (*UPDATE_FIELDS, *ARITHMETIC_FIELDS, "optimizer", "eval_with_ema")
         ],
         UPDATE_FIELDS,
         ARITHMETIC_FIELDS,

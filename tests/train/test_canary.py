@@ -4,6 +4,7 @@ import contextlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -75,8 +76,8 @@ def train_with_a_changed_weight(argv: Sequence[str], rank: int, world_size: int)
     """A run that loads one wrong number on its last rank."""
     original = Optimizer.after_load
 
-    def spoiled(self: Optimizer, written: str, updates: int | None = None) -> None:
-        original(self, written, updates)
+    def spoiled(self: Optimizer, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
         if rank == world_size - 1:
             pieces = {p.spec.name: p for p in self.state_pieces() if p.kind == "param"}
             with torch.no_grad():
