@@ -356,9 +356,9 @@ def last_microbatch_overwrites() -> Iterator[None]:
 def update_skipped_on_one_rank() -> Iterator[None]:
     original = optimizer.Optimizer.step
 
-    def planted(self: optimizer.Optimizer, *args: Any) -> None:
+    def planted(self: optimizer.Optimizer, *args: Any, **options: Any) -> None:
         if own_rank() != 1:
-            original(self, *args)
+            original(self, *args, **options)
 
     with patch.object(optimizer.Optimizer, "step", planted):
         yield
@@ -379,7 +379,7 @@ def every_rank_holds_everything() -> Iterator[None]:
 
 @contextmanager
 def rank_fails() -> Iterator[None]:
-    def planted(*args: Any) -> None:
+    def planted(*args: Any, **options: Any) -> None:
         raise ArithmeticError("planted failure")
 
     with patch.object(optimizer.Optimizer, "step", planted):
