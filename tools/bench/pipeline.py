@@ -10,6 +10,7 @@ rounds: where neighbours share the caches, the fastest round is the least distur
 
     python tools/bench/pipeline.py split
     python tools/bench/pipeline.py schedules --rounds 12
+    python tools/bench/pipeline.py schedules --seq-length 1024 --rounds 6
 """
 
 from __future__ import annotations
@@ -50,17 +51,16 @@ CASES = (*OURS, *(f"{case}-off" for case in OURS), *(f"torch-{name}" for name in
 DEFAULT_CASES = (*OURS, *(f"torch-{name}" for name in TORCH), "ours-single", "plain-single")
 SIZE = {"layers": 8, "h": 256, "heads": 4, "s": 256, "v": 4096}
 BATCH, MICRO = 8, 1  # samples per step and per microbatch
-TOKENS = BATCH * SIZE["s"]
 
 
-def flags_of(case: str, directory: str, hidden: int = SIZE["h"]) -> list[str]:
+def flags_of(case: str, directory: str, size: Mapping[str, int]) -> list[str]:
     """Flags of `pretrain.py` for one of our cases."""
     flags = [
-        "--device", "cpu", "--num-layers", str(SIZE["layers"]), "--hidden-size", str(hidden),
-        "--num-attention-heads", str(SIZE["heads"]), "--seq-length", str(SIZE["s"]),
-        "--max-position-embeddings", str(SIZE["s"]), "--hidden-dropout", "0",
+        "--device", "cpu", "--num-layers", str(size["layers"]), "--hidden-size", str(size["h"]),
+        "--num-attention-heads", str(size["heads"]), "--seq-length", str(size["s"]),
+        "--max-position-embeddings", str(size["s"]), "--hidden-dropout", "0",
         "--attention-dropout", "0", "--tokenizer-type", "NullTokenizer", "--vocab-size",
-        str(SIZE["v"]), "--untie-embeddings-and-output-weights", "--mock-data", "--split",
+        str(size["v"]), "--untie-embeddings-and-output-weights", "--mock-data", "--split",
         "100,0,0", "--data-cache-path", directory, "--global-batch-size", str(BATCH),
         "--micro-batch-size", str(MICRO), "--lr", "1e-3", "--train-iters", "100000",
         "--eval-iters", "0", "--log-interval", "1000000",
@@ -78,7 +78,7 @@ def flags_of(case: str, directory: str, hidden: int = SIZE["h"]) -> list[str]:
 
 @contextmanager
 def our_parts(
-    case: str, directory: str, hidden: int = SIZE["h"]
+    case: str, directory: str, size: Mapping[str, int]
 ) -> Iterator[tuple[Parts, TrainState]]:
     """The real program's run, built."""
     import torch.distributed as dist
@@ -89,37 +89,44 @@ def our_parts(
     from megatron_lite.train.build import build_run
 
     joined = dist.is_initialized()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-    info = WorldInfo(rank, size, rank, size, launcher="pool")
-    config = parse_config(flags_of(case, directory, hidden), os.environ)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    info = WorldInfo(rank, ranks, rank, ranks, launcher="pool")
+    config = parse_config(flags_of(case, directory, size), os.environ)
     check_config(config, info.world_size)
     with redirect_stdout(StringIO()), build_run(config, info, RunStatus()) as (parts, state):
         yield parts, state
 
 
 @contextmanager
-def our_step(case: str, directory: str) -> Iterator[Callable[[], object]]:
+def our_step(case: str, directory: str, size: Mapping[str, int]) -> Iterator[Callable[[], object]]:
     """One step of the real program."""
     from megatron_lite.train.loop import run_step
 
-    with our_parts(case, directory) as (parts, state):
+    with our_parts(case, directory, size) as (parts, state):
         yield lambda: run_step(parts, state)
 
 
-def open_case(case: str, directory: str, rank: int) -> AbstractContextManager[Callable[[], object]]:
+def open_case(
+    case: str, directory: str, size: Mapping[str, int], rank: int
+) -> AbstractContextManager[Callable[[], object]]:
     """The step of a case."""
     from tools.bench.peers import Size
     from tools.bench.pipeline_peers import plain_step, torch_step
 
     if case.startswith("ours"):
-        return our_step(case, directory)
+        return our_step(case, directory, size)
     if case == "plain-single":
-        return plain_step(Size(**SIZE), BATCH, MICRO)
-    return torch_step(case.removeprefix("torch-"), Size(**SIZE), BATCH, MICRO, rank)
+        return plain_step(Size(**size), BATCH, MICRO)
+    return torch_step(case.removeprefix("torch-"), Size(**size), BATCH, MICRO, rank)
 
 
 def time_steps(
-    cases: Sequence[str], rounds: int, directory: str, rank: int, world_size: int
+    cases: Sequence[str],
+    rounds: int,
+    size: Mapping[str, int],
+    directory: str,
+    rank: int,
+    world_size: int,
 ) -> list[list[float]]:
     """CPU seconds of one rank of the pool, by case and round; the cases take turns."""
     import torch
@@ -128,7 +135,7 @@ def time_steps(
     torch.set_num_threads(1)
     seconds: list[list[float]] = [[] for _ in cases]
     with ExitStack() as stack:
-        steps = [stack.enter_context(open_case(case, directory, rank)) for case in cases]
+        steps = [stack.enter_context(open_case(case, directory, size, rank)) for case in cases]
         for turn in range(rounds + 1):
             for step, kept in zip(steps, seconds, strict=True):
                 if world_size > 1:
@@ -157,6 +164,7 @@ def compare_schedules(options: argparse.Namespace) -> None:
                     timeout_s=3600,
                     cases=cases,
                     rounds=options.rounds,
+                    size=SIZE | {"s": options.seq_length},
                     directory=directory,
                 )
                 for k, case in enumerate(cases):
@@ -164,15 +172,15 @@ def compare_schedules(options: argparse.Namespace) -> None:
                     seconds[case] = [sum(row) for row in zip(*of_ranks, strict=True)]
         finally:
             pool.close()
-    print_schedules(seconds)
+    print_schedules(seconds, BATCH * options.seq_length)
 
 
-def print_schedules(seconds: Mapping[str, list[float]]) -> None:
+def print_schedules(seconds: Mapping[str, list[float]], tokens: int) -> None:
     """Print tokens per CPU-second of every case, against 1F1B, torch's same and one process."""
     print("| case | tokens per CPU-second [range] | x 1f1b | x torch's same | x one process |\n"
           "|---|---|---|---|---|")  # fmt: skip
     for name, own in seconds.items():
-        rates = [TOKENS / value for value in own]
+        rates = [tokens / value for value in own]
         print(
             f"| {name} | {statistics.median(rates):.0f} [{min(rates):.0f}-{max(rates):.0f}] "
             + "".join(f"| {against(own, seconds.get(other))} " for other in rivals_of(name))
@@ -249,7 +257,7 @@ def measure_split(hidden: int, rounds: int, directory: str) -> tuple[list[float]
     from megatron_lite.train.passes import Passes, PassOptions
 
     torch.set_num_threads(1)
-    with our_parts("ours-single", directory, hidden) as (parts, _):
+    with our_parts("ours-single", directory, SIZE | {"h": hidden}) as (parts, _):
         microbatches = to_device(next(parts.train_loader), parts)
         stage, place = parts.stage, (1, 0)
         stage.stage_parts[1] = StagePart(1, tuple(range(SIZE["layers"])))
@@ -310,6 +318,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("what", choices=("split", "schedules"))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(DEFAULT_CASES))
     parser.add_argument("--rounds", type=int, help="measured (split: 60, schedules: 12)")
+    parser.add_argument(
+        "--seq-length", type=int, default=SIZE["s"], help="tokens of a microbatch, schedules only"
+    )
     parser.add_argument("--hidden", nargs="+", type=int, default=[256, 1024], help="split only")
     return parser
 
