@@ -6,16 +6,18 @@ where they are in force. The caller prints the list on one rank.
 
 from __future__ import annotations
 
+from megatron_lite.config.options import build_options
 from megatron_lite.config.plan import position_kind
 from megatron_lite.config.schema import Config, KnownFlag
 from megatron_lite.config.state_plan import offload_kind
+from megatron_lite.config.support_rules import shown
 
 LEGACY = "--legacy-loss-normalization"
 
 
 def notices(config: Config, world_size: int) -> list[str]:
     """Return one line per notice for a checked config."""
-    found = inert_notices(config.inert_flags)
+    found = inert_notices(config.inert_flags) + expert_notices(config)
     found += layout_notices(config, world_size)
     found += state_notices(config)
     found += default_notices(config)
@@ -28,6 +30,20 @@ def inert_notices(flags: tuple[KnownFlag, ...]) -> list[str]:
     for flag in flags:
         by_reason.setdefault(flag.reason, []).append(flag.text)
     return [f"accepted, no effect: {', '.join(t)} ({reason})" for reason, t in by_reason.items()]
+
+
+def expert_notices(config: Config) -> list[str]:
+    """Name the flags of a mixture of experts that are given to a dense model."""
+    if config.num_experts is not None:
+        return []
+    given = [
+        shown(option, getattr(config, option.dest))
+        for option in build_options().values()
+        if option.group
+        and option.gate == "num_experts"
+        and getattr(config, option.dest) != option.default
+    ]
+    return [f"{', '.join(given)}: no effect without --num-experts"] if given else []
 
 
 def layout_notices(config: Config, world_size: int) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_lite.config.expert_plan import ExpertShape, plan_experts
 from megatron_lite.config.pipeline_plan import PipelineShape, plan_pipeline, stages_per_rank
 from megatron_lite.config.ramp import Ramp, count_train_iters, linear_ramp, schedule_ramp
 from megatron_lite.config.schema import Config
@@ -65,10 +66,15 @@ class ModelShape:
     hidden_dropout: float
     attention_dropout: float
     init_std: float
+    experts: ExpertShape | None = None
 
     def padded_vocab_size(self, tp_size: int) -> int:
         """Return the vocabulary rounded up to a multiple of `vocab_multiple` x TP."""
         return padded_vocab_size(self.vocab_size, self.vocab_multiple, tp_size)
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts instead of an MLP."""
+        return self.experts is not None and layer in self.experts.layers
 
 
 @dataclass(frozen=True)
@@ -270,6 +276,7 @@ def build_model(config: Config, vocab_size: int) -> ModelShape:
         hidden_dropout=config.hidden_dropout,
         attention_dropout=config.attention_dropout,
         init_std=config.init_method_std,
+        experts=plan_experts(config, required(config.num_layers), ffn_size(config)),
     )
 
 

@@ -234,7 +234,43 @@ class MoEConfig:
     """Mixture of experts."""
 
     num_experts: int | None = flag(None, "Experts per MoE layer; unset: dense.", unit="experts")
+    moe_layer_freq: str = flag(
+        "1", "MoE layers: every n-th from the first, or a list like ([0]*3+[1]*58)."
+    )
+    moe_ffn_hidden_size: int | None = flag(
+        None, "Inner width of an expert; unset: that of a dense MLP.", unit="channels"
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None,
+        "Inner width of the shared expert, all of them together; unset: none.",
+        unit="channels",
+    )
+    moe_shared_expert_gate: bool = flag(
+        False, "Multiply the shared expert's output by a sigmoid of the token."
+    )
     moe_router_topk: int = flag(2, "Experts per token.", unit="experts")
+    moe_router_score_function: str = flag(
+        "softmax", "Scores of the router.", choices=("softmax", "sigmoid", "sqrtsoftplus")
+    )
+    moe_router_pre_softmax: bool = flag(
+        False, "Softmax over all experts before the choice, not over the chosen ones."
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, "Factor of the chosen scores; unset: 1."
+    )
+    moe_router_num_groups: int | None = flag(
+        None, "Groups of experts; with --moe-router-group-topk.", unit="groups"
+    )
+    moe_router_group_topk: int | None = flag(
+        None, "Groups that the experts of one token come from.", unit="groups"
+    )
+    moe_router_dtype: str | None = flag(
+        None, "Dtype of the router; unset: fp32.", choices=("fp32", "fp64")
+    )
+    moe_router_enable_expert_bias: bool = flag(
+        False, "Balance by a bias in the choice of experts instead of a loss."
+    )
+    moe_router_bias_update_rate: float = flag(0.001, "Step of that bias per update.")
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",),
         "Balancing of the router.",
@@ -249,6 +285,26 @@ class MoEConfig:
         ),
     )
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "Weight of the balancing loss.", nargs="+")
+    moe_z_loss_coeff: float | None = flag(None, "Weight of the router's z-loss; unset: none.")
+    moe_input_jitter_eps: float | None = flag(
+        None, "Noise of the router's input: times 1 +- this; unset: none."
+    )
+    moe_expert_capacity_factor: float | None = flag(
+        None, "Most tokens of an expert, in units of its fair share; unset: no token is dropped."
+    )
+    moe_pad_expert_input_to_capacity: bool = flag(
+        False, "Pad every expert's tokens to its capacity."
+    )
+    moe_token_drop_policy: str = flag(
+        "probs",
+        "What an expert over its capacity keeps: the largest scores or the first tokens.",
+        choices=("probs", "position"),
+    )
+    moe_token_dispatcher_type: str = flag(
+        "allgather",
+        "How tokens reach their experts.",
+        choices=("allgather", "alltoall", "flex"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,15 @@ SUPPORT_RULES: tuple[Rule, ...] = (
     value_rule("tokenizer_type", TOKENIZERS),
     value_rule("dataloader_type", ("single",)),
     value_rule("nan_policy", ("skip", "stop")),
+    value_rule("moe_token_dispatcher_type", ("allgather", "alltoall")),
+    Rule(
+        "built-balancing",
+        lambda f: "quantile_balancing" in f.config.moe_router_load_balancing_type,
+        lambda f: (
+            "--moe-router-load-balancing-type quantile_balancing is not yet supported; legal: "
+            "aux_loss, seq_aux_loss, global_aux_loss, sinkhorn, none"
+        ),
+    ),
     value_rule("muon_scalar_optimizer", ("adam",)),
     value_rule("main_params_dtype", ("fp32",)),
     value_rule("exp_avg_dtype", ("fp32", "bf16")),

@@ -25,9 +25,12 @@ _GROUP_AXES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("etp", "expert", ("etp",)),
     ("ep", "expert", ("ep",)),
     ("edp", "expert", ("edp",)),
+    ("expert_block", "expert", ("etp", "ep")),
+    ("tp_cp", "dense", ("tp", "cp")),
+    ("stage", "dense", ("tp", "cp", "dp")),
 )
 
-_EXPERT_GROUPS = ("etp", "ep", "edp", "edp_shard", "edp_replicate")
+_EXPERT_GROUPS = ("etp", "ep", "edp", "edp_shard", "edp_replicate", "expert_block")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +61,9 @@ class Groups:
     `dp_replicate` the ranks with the same shard; `edp_shard` and `edp_replicate` likewise.
     `tp_pp` is Megatron's model-parallel group; `kv_replica` the part of `tp` that holds
     the same KV heads; `tied_ends` the first and the last rank of `pp` (its other ranks have
-    a group of their own, which nothing uses); `etp`, `ep` and `edp` live on the expert grid.
+    a group of their own, which nothing uses); `etp`, `ep` and `edp` live on the expert grid,
+    and so does `expert_block`: ranks that together hold all experts once, in whose midst
+    tokens travel. `tp_cp` holds the parts of one microbatch, `stage` all ranks of a stage.
     """
 
     world: Group
@@ -77,6 +82,9 @@ class Groups:
     edp: Group
     edp_shard: Group
     edp_replicate: Group
+    expert_block: Group
+    tp_cp: Group
+    stage: Group
 
 
 def local_group(name: str, recorder: Recorder | None = None) -> Group:

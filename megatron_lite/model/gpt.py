@@ -105,7 +105,8 @@ class GPTStage(nn.Module):
         self._params: dict[str, nn.Parameter] = {}
         for name, physical in self.physical.items():
             # One element for all: memory comes with the buckets, which may be shards.
-            nothing = torch.zeros((), dtype=self.dtype, device=device).expand(physical.shape)
+            dtype = self.dtype if physical.trained else accumulation_dtype(self.dtype)
+            nothing = torch.zeros((), dtype=dtype, device=device).expand(physical.shape)
             param = nn.Parameter(nothing)
             self._params[name] = param
             _register(self, name, param)

@@ -105,7 +105,9 @@ class AdafactorUpdates:
         sizes = [spec.elements for spec, _ in held]
         self._sizes = torch.tensor(sizes, dtype=dtype, device=device)
         # How often the tensor group would count an element; 0: it need not be asked.
-        copies = [tensor.size // spec.parts if spec.parts > 1 else 0 for spec, _ in held]
+        copies = [
+            tensor.size // spec.tensor_parts if spec.tensor_parts > 1 else 0 for spec, _ in held
+        ]
         self._copies = torch.tensor(copies, dtype=dtype, device=device)
         self._is_cut = tensor.size > 1 and any(copies)
 

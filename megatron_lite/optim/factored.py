@@ -31,16 +31,17 @@ def is_factored(spec: ParamSpec) -> bool:
 def statistic_spec(spec: ParamSpec, kind: str) -> ParamSpec:
     """The logical vector that a statistic of a matrix is: cut like the dim that it keeps."""
     dim = 0 if kind == ROW else 1
-    length, kept = spec.shape[dim], spec.cut_dim == dim
     return replace(
         spec,
-        shape=(length,),
-        cut_dim=0 if kept else None,
-        cut_axis=spec.cut_axis if kept else None,
-        parts=spec.parts if kept else 1,
-        padded=spec.padded if kept else None,
+        shape=(spec.shape[dim],),
+        cuts=tuple(replace(cut, dim=0) for cut in spec.cuts if cut.dim == dim),
+        padded=spec.padded if dim == 0 else None,
         matrix=None,
     )
+
+
+def _cut_dim(spec: ParamSpec) -> int | None:
+    return None if spec.tensor_cut is None else spec.tensor_cut.dim
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class FactoredMoments:
         rows, columns = self._place(part)
         row, column = self.rows[part.index], self.columns[part.index]
         # The mean over the whole matrix, from the statistic that is whole here.
-        mean = row.mean() if self.specs[part.index].cut_dim == 1 else column.mean()
+        mean = row.mean() if _cut_dim(self.specs[part.index]) == 1 else column.mean()
         return torch.outer((row[rows] / mean).sqrt_(), column[columns].sqrt())
 
     def statistics(self) -> Iterator[tuple[str, ParamSpec, Tensor]]:
@@ -141,13 +142,15 @@ class FactoredMoments:
     def _sum_over_cut(self, views: Sequence[Tensor]) -> None:
         """Complete the statistics along the dim that tp cuts, each piece counted once."""
         crossing = [
-            (views[2 * index + 1 - int(spec.cut_dim == 1)], spec)
+            (views[2 * index + 1 - int(_cut_dim(spec) == 1)], spec)
             for index, spec in enumerate(self.specs)
-            if spec.cut_dim is not None and spec.parts > 1
+            if spec.tensor_parts > 1
         ]
         if not crossing or self._tensor.size == 1:
             return
-        packed = torch.cat([view.div(self._tensor.size // spec.parts) for view, spec in crossing])
+        packed = torch.cat(
+            [view.div(self._tensor.size // spec.tensor_parts) for view, spec in crossing]
+        )
         all_reduce(packed, self._tensor)
         pieces = packed.split([len(view) for view, _ in crossing])
         torch._foreach_copy_([view for view, _ in crossing], list(pieces))

@@ -142,7 +142,7 @@ def build_grouping(
 
 
 def frozen_names(config: Config, specs: Sequence[ParamSpec]) -> frozenset[str]:
-    """Logical names that `--freeze` takes out of training.
+    """Logical names that no gradient changes: what `--freeze` names, and state in the spec.
 
     Args:
         config: accepted by the rules.
@@ -151,14 +151,14 @@ def frozen_names(config: Config, specs: Sequence[ParamSpec]) -> frozenset[str]:
     Raises:
         UserError: a pattern matches nothing, or nothing is left to train.
     """
-    names = [spec.name for spec in specs]
+    names = [spec.name for spec in specs if spec.trained]
     try:
         found = frozenset(match_patterns(config.freeze, names, "--freeze"))
     except ValueError as fault:
         raise UserError(str(fault)) from None
     if len(found) == len(names):
         raise UserError(f"--freeze {' '.join(config.freeze)}: leaves no parameter to train")
-    return found
+    return found | {spec.name for spec in specs if not spec.trained}
 
 
 def is_frozen(physical: PhysicalParam, frozen: Iterable[str]) -> bool:

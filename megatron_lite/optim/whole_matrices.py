@@ -53,7 +53,7 @@ class BucketMatrices:
         share = elements // shard.size
         self.first, self.last = shard.rank * share, (shard.rank + 1) * share
         self.views = [v for v in views if v.start < self.last and v.stop > self.first]
-        self._cut = [view for view in self.views if view.spec.parts > 1]
+        self._cut = [view for view in self.views if view.spec.tensor_parts > 1]
         self._full: Tensor | None = None
         self._work: Work | None = None
 
@@ -101,8 +101,9 @@ class BucketMatrices:
             own: [elements / shard], written.
         """
         for view, matrix in zip(self.views, matrices, strict=True):
-            dim = view.spec.cut_dim
-            if dim is not None:
+            cut = view.spec.tensor_cut
+            if cut is not None:
+                dim = cut.dim
                 matrix = matrix.narrow(dim, view.box.offset[dim], view.box.shape[dim])
             first, last = max(view.start, self.first), min(view.stop, self.last)
             flat = matrix.reshape(-1)[first - view.start : last - view.start]
@@ -110,7 +111,8 @@ class BucketMatrices:
 
     def _joined(self, view: MatrixView, rows: Tensor) -> Tensor:
         """[tensor ranks, elements of a piece] -> the logical matrix."""
-        assert view.spec.cut_dim is not None
-        step = self.tensor.size // view.spec.parts  # ranks that hold one piece
+        cut = view.spec.tensor_cut
+        assert cut is not None
+        step = self.tensor.size // cut.parts  # ranks that hold one piece
         pieces = [row.view(view.box.shape) for row in rows[::step]]
-        return torch.cat(pieces, dim=view.spec.cut_dim)
+        return torch.cat(pieces, dim=cut.dim)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_lite.config.expert_plan import ExpertShape
 from megatron_lite.config.plan import ModelShape, ParallelShape
 
 
@@ -25,6 +26,22 @@ class InitLaw:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A dim that is cut into equal pieces over an axis.
+
+    Attributes:
+        dim: which dim.
+        axis: the axis of the parameter's grid.
+        parts: distinct pieces. Fewer than the axis is long: each piece is held by axis/parts
+            consecutive ranks (KV heads fewer than TP).
+    """
+
+    dim: int
+    axis: str
+    parts: int
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """One logical parameter.
 
@@ -32,11 +49,9 @@ class ParamSpec:
         name: logical name; {i} in layer names is the global layer index.
         shape: logical shape, without vocabulary padding.
         grid: "dense" or "expert", the rank grid its axes belong to.
-        cut_dim: the dim that is cut, None when every rank holds all of it.
-        cut_axis: the axis it is cut over.
-        parts: distinct pieces over that axis. Fewer than the axis is long: each piece is
-            held by axis/parts consecutive ranks (KV heads fewer than TP).
-        padded: length of `cut_dim` including padding rows (vocabulary), else None.
+        cuts: what every rank holds a piece of; none where it holds all. At most one over
+            the grid's tensor axis and one over "ep".
+        padded: length of dim 0 including padding rows (vocabulary), else None.
         partial_axes: groups over which the gradient is a partial sum, besides the data and
             context axes: "tp" (each rank sees part of the tokens or heads) or
             "kv_replica" (the ranks that share KV heads see different queries), "tied_ends"
@@ -45,16 +60,17 @@ class ParamSpec:
         deferrable: whether its weight gradient can be computed apart from the input's.
         decay: whether weight decay applies.
         init: law of the initial values.
-        matrix: shape of the matrix that a matrix optimizer acts on, None for vectors.
+        trained: a gradient changes it. Else it is state that a rule of the step changes, held
+            in the accumulation dtype (the router's balancing bias).
+        matrix: shape of the matrix that a matrix optimizer acts on, None for vectors. Of a
+            stack [n, rows, columns] it acts on each of n.
         holders: pipeline ranks that hold copies, where several do; else empty.
     """
 
     name: str
     shape: tuple[int, ...]
     grid: str = "dense"
-    cut_dim: int | None = None
-    cut_axis: str | None = None
-    parts: int = 1
+    cuts: tuple[Cut, ...] = ()
     padded: int | None = None
     partial_axes: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
@@ -63,11 +79,22 @@ class ParamSpec:
     init: InitLaw = InitLaw("zeros")
     matrix: tuple[int, int] | None = None
     holders: tuple[int, ...] = ()
+    trained: bool = True
 
     @property
     def elements(self) -> int:
         """Number of logical elements."""
         return math.prod(self.shape)
+
+    @property
+    def tensor_cut(self) -> Cut | None:
+        """The cut that divides its matrices: over "tp", of experts over "etp"."""
+        return next((cut for cut in self.cuts if cut.axis in ("tp", "etp")), None)
+
+    @property
+    def tensor_parts(self) -> int:
+        """Distinct pieces over the tensor axis."""
+        return 1 if self.tensor_cut is None else self.tensor_cut.parts
 
 
 class _Table:
@@ -122,9 +149,7 @@ class _Table:
                 ParamSpec(
                     name=f"{name}.{suffix}",
                     shape=shape,
-                    cut_dim=0,
-                    cut_axis="tp",
-                    parts=parts,
+                    cuts=(Cut(0, "tp", parts),),
                     partial_axes=partial,
                     uses=(use,),
                     deferrable=is_weight,
@@ -141,9 +166,7 @@ class _Table:
             ParamSpec(
                 name=f"{name}.weight",
                 shape=(h, columns),
-                cut_dim=1,
-                cut_axis="tp",
-                parts=self.parallel.tp,
+                cuts=(Cut(1, "tp", self.parallel.tp),),
                 uses=(use,),
                 deferrable=True,
                 init=InitLaw("normal", self.model.init_std / math.sqrt(2 * self.model.num_layers)),
@@ -153,6 +176,48 @@ class _Table:
         if bias:
             self.vector(f"{name}.bias", h, use, self.token_partial)
 
+    @property
+    def first_linears(self) -> tuple[str, ...]:
+        """Names of what opens an MLP."""
+        return ("linear_gate", "linear_up") if self.model.gated else ("linear_fc1",)
+
+    def stack(self, name: str, count: int, width: int, use: str, *, is_row: bool) -> None:
+        """The same linear of all experts, [experts, out, in], cut over ep and over etp.
+
+        Biases of row-parallel linears are replicated over etp, of whose ranks the first adds
+        them.
+        """
+        model, parallel = self.model, self.parallel
+        h, std = model.hidden_size, model.init_std
+        over_experts = Cut(0, "ep", parallel.ep)
+        cut = Cut(2 if is_row else 1, "etp", parallel.etp)
+        out, inner = (h, width) if is_row else (width, h)
+        self.specs.append(
+            ParamSpec(
+                name=f"{name}.weight",
+                shape=(count, out, inner),
+                grid="expert",
+                cuts=(over_experts, cut),
+                uses=(use,),
+                deferrable=True,
+                init=InitLaw("normal", std / math.sqrt(2 * model.num_layers) if is_row else std),
+                matrix=(out, inner),
+            )
+        )
+        if model.linear_bias:
+            is_partial = is_row and parallel.etp > 1
+            self.specs.append(
+                ParamSpec(
+                    name=f"{name}.bias",
+                    shape=(count, out),
+                    grid="expert",
+                    cuts=(over_experts,) if is_row else (over_experts, cut),
+                    partial_axes=("etp",) if is_partial else (),
+                    uses=(use,),
+                    decay=False,
+                )
+            )
+
     def vocabulary(self, name: str, uses: tuple[str, ...]) -> None:
         """A [v, h] table cut over its padded rows; padding rows are in no file."""
         model, tp = self.model, self.parallel.tp
@@ -160,9 +225,7 @@ class _Table:
             ParamSpec(
                 name=name,
                 shape=(model.vocab_size, model.hidden_size),
-                cut_dim=0,
-                cut_axis="tp",
-                parts=tp,
+                cuts=(Cut(0, "tp", tp),),
                 padded=model.padded_vocab_size(tp),
                 uses=uses,
                 deferrable=False,
@@ -190,15 +253,58 @@ def _attention(table: _Table, layer: int) -> None:
     table.row(f"{prefix}.linear_proj", q_rows, use, model.linear_bias)
 
 
-def _mlp(table: _Table, layer: int) -> None:
-    model = table.model
+def _mlp(table: _Table, prefix: str, layer: int, width: int, bias: bool) -> None:
+    use = f"layer.{layer}"
+    for name in table.first_linears:
+        table.column(f"{prefix}.{name}", width, use, bias)
+    table.row(f"{prefix}.linear_fc2", width, use, bias)
+
+
+def _experts(table: _Table, experts: ExpertShape, layer: int) -> None:
+    """Router, experts and shared expert of one layer."""
+    model, n = table.model, experts.num_experts
     prefix, use = f"decoder.layers.{layer}.mlp", f"layer.{layer}"
-    if model.gated:
-        table.column(f"{prefix}.linear_gate", model.ffn_hidden_size, use, model.linear_bias)
-        table.column(f"{prefix}.linear_up", model.ffn_hidden_size, use, model.linear_bias)
-    else:
-        table.column(f"{prefix}.linear_fc1", model.ffn_hidden_size, use, model.linear_bias)
-    table.row(f"{prefix}.linear_fc2", model.ffn_hidden_size, use, model.linear_bias)
+    # Every tp rank routes its own slice of the tokens, with sequence parallelism or without.
+    partial = ("tp",) if table.parallel.tp > 1 else ()
+    table.specs.append(
+        ParamSpec(
+            name=f"{prefix}.router.weight",
+            shape=(n, model.hidden_size),
+            partial_axes=partial,
+            uses=(use,),
+            init=InitLaw("normal", model.init_std),
+            matrix=(n, model.hidden_size),
+        )
+    )
+    states = ["expert_bias"] if experts.expert_bias else []
+    states += ["expert_counts"] if experts.coefficient("global_aux_loss") else []
+    for state in states:
+        table.specs.append(
+            ParamSpec(
+                name=f"{prefix}.router.{state}",
+                shape=(n,),
+                uses=(use,),
+                decay=False,
+                trained=False,
+            )
+        )
+    for name in table.first_linears:
+        table.stack(f"{prefix}.experts.{name}", n, experts.ffn_hidden_size, use, is_row=False)
+    table.stack(f"{prefix}.experts.linear_fc2", n, experts.ffn_hidden_size, use, is_row=True)
+    if experts.shared_ffn_hidden_size:
+        shared = f"{prefix}.shared_experts"
+        _mlp(table, shared, layer, experts.shared_ffn_hidden_size, bias=False)
+        if experts.shared_gate:
+            table.specs.append(
+                ParamSpec(
+                    name=f"{shared}.gate_weight",
+                    shape=(1, model.hidden_size),
+                    partial_axes=table.token_partial,
+                    uses=(use,),
+                    init=InitLaw("normal", model.init_std),
+                    matrix=(1, model.hidden_size),
+                )
+            )
 
 
 def model_spec(model: ModelShape, parallel: ParallelShape) -> tuple[ParamSpec, ...]:
@@ -230,7 +336,10 @@ def model_spec(model: ModelShape, parallel: ParallelShape) -> tuple[ParamSpec, .
         table.norm(f"{prefix}.input_layernorm", model.hidden_size, use, table.token_partial)
         _attention(table, layer)
         table.norm(f"{prefix}.pre_mlp_layernorm", model.hidden_size, use, table.token_partial)
-        _mlp(table, layer)
+        if model.experts is not None and model.is_moe(layer):
+            _experts(table, model.experts, layer)
+        else:
+            _mlp(table, f"{prefix}.mlp", layer, model.ffn_hidden_size, model.linear_bias)
     table.norm("decoder.final_layernorm", model.hidden_size, "final_norm", table.token_partial)
     if not model.tied:
         table.vocabulary("output_layer.weight", ("head",))

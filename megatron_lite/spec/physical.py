@@ -39,10 +39,16 @@ class PhysicalParam:
         """Use-sites; all views of one physical parameter share them."""
         return self.views[0].spec.uses
 
+    @property
+    def trained(self) -> bool:
+        """Whether gradients change it; state is stored alone."""
+        return self.views[0].spec.trained
+
 
 _FUSED = (
     (re.compile(r"\.linear_(q|k|v)\.(weight|bias)$"), r".linear_qkv.\2"),
-    (re.compile(r"\.linear_(gate|up)\.(weight|bias)$"), r".linear_fc1.\2"),
+    # Not of experts: their stacks [experts, rows, columns] lie beside one another.
+    (re.compile(r"(?<!\.experts)\.linear_(gate|up)\.(weight|bias)$"), r".linear_fc1.\2"),
 )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_lite.config.plan import ParallelShape
-from megatron_lite.spec.params import ParamSpec
+from megatron_lite.spec.params import Cut, ParamSpec
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,24 @@ def axis_size(parallel: ParallelShape, axis: str) -> int:
     return int(getattr(parallel, axis))
 
 
-def _piece_length(spec: ParamSpec) -> int:
-    assert spec.cut_dim is not None
-    length = spec.padded if spec.padded is not None else spec.shape[spec.cut_dim]
-    if length % spec.parts:
-        raise ValueError(f"{spec.name}: {length} rows do not divide into {spec.parts} pieces")
-    return length // spec.parts
+def _piece_length(spec: ParamSpec, cut: Cut) -> int:
+    padded = spec.padded if cut.dim == 0 else None
+    length = spec.shape[cut.dim] if padded is None else padded
+    if length % cut.parts:
+        raise ValueError(f"{spec.name}: {length} rows do not divide into {cut.parts} pieces")
+    return length // cut.parts
 
 
-def _piece_index(spec: ParamSpec, coordinate: Mapping[str, int], parallel: ParallelShape) -> int:
-    assert spec.cut_axis is not None
-    ranks_per_piece = axis_size(parallel, spec.cut_axis) // spec.parts
-    return coordinate[spec.cut_axis] // ranks_per_piece
+def _piece_index(cut: Cut, coordinate: Mapping[str, int], parallel: ParallelShape) -> int:
+    ranks_per_piece = axis_size(parallel, cut.axis) // cut.parts
+    return coordinate[cut.axis] // ranks_per_piece
 
 
 def local_shape(spec: ParamSpec) -> tuple[int, ...]:
     """Shape that a rank stores, padding rows included."""
-    if spec.cut_dim is None:
-        return spec.shape
     shape = list(spec.shape)
-    shape[spec.cut_dim] = _piece_length(spec)
+    for cut in spec.cuts:
+        shape[cut.dim] = _piece_length(spec, cut)
     return tuple(shape)
 
 
@@ -64,12 +62,12 @@ def local_box(spec: ParamSpec, coordinate: Mapping[str, int], parallel: Parallel
     empty when all of a rank's rows are padding.
     """
     offset, shape = [0] * len(spec.shape), list(spec.shape)
-    if spec.cut_dim is not None:
-        length = _piece_length(spec)
-        start = _piece_index(spec, coordinate, parallel) * length
-        stop = min(start + length, spec.shape[spec.cut_dim])
-        offset[spec.cut_dim] = min(start, spec.shape[spec.cut_dim])
-        shape[spec.cut_dim] = max(stop - start, 0)
+    for cut in spec.cuts:
+        length = _piece_length(spec, cut)
+        start = _piece_index(cut, coordinate, parallel) * length
+        stop = min(start + length, spec.shape[cut.dim])
+        offset[cut.dim] = min(start, spec.shape[cut.dim])
+        shape[cut.dim] = max(stop - start, 0)
     return Box(tuple(offset), tuple(shape))
 
 
@@ -98,10 +96,11 @@ def replica(spec: ParamSpec, coordinate: Mapping[str, int], parallel: ParallelSh
     """
     index, count, names = 0, 1, [spec.grid]
     axes = ("tp", "cp", "dp") if spec.grid == "dense" else ("etp", "ep", "edp")
+    parts = {cut.axis: cut.parts for cut in spec.cuts}
     for axis in axes:
         size, position = axis_size(parallel, axis), coordinate.get(axis, 0)
-        if axis == spec.cut_axis:
-            size //= spec.parts
+        if axis in parts:
+            size //= parts[axis]
             position %= size
         index += position * count
         count *= size
@@ -121,6 +120,4 @@ def is_owner(spec: ParamSpec, coordinate: Mapping[str, int], parallel: ParallelS
 def copies(spec: ParamSpec, parallel: ParallelShape) -> int:
     """How many ranks of one data replica hold each element (1 when fully cut over tp)."""
     axis = "tp" if spec.grid == "dense" else "etp"
-    if spec.cut_axis is None:
-        return axis_size(parallel, axis)
-    return axis_size(parallel, spec.cut_axis) // spec.parts
+    return axis_size(parallel, axis) // spec.tensor_parts

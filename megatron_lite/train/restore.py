@@ -267,7 +267,8 @@ def _expected(
     """Every tensor that the run wants to load, over all ranks: from the specs alone."""
     precision, recipe = core.plan.precision, core.optimizer.recipe
     found: dict[str, tuple[torch.dtype | str, tuple[int, ...]]] = {
-        spec.name: (precision.compute, spec.shape) for spec in core.specs
+        spec.name: (precision.compute if spec.trained else precision.master, spec.shape)
+        for spec in core.specs
     }
     if weights_only:
         return found

@@ -97,7 +97,7 @@ def test_the_copies_of_a_region_are_numbered_and_the_owner_is_the_first() -> Non
             copy = replica(spec, coordinate, parallel)
             offset = local_box(spec, coordinate, parallel).offset
             numbers.setdefault(offset, []).append(copy.index)
-            assert copy.count == 8 // spec.parts if spec.cut_axis else copy.count == 8
+            assert copy.count == 8 // spec.tensor_parts if spec.cuts else copy.count == 8
             assert (copy.index == 0) == is_owner(spec, coordinate, parallel)
         for found in numbers.values():
             assert sorted(found) == list(range(len(found)))

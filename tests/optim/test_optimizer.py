@@ -20,7 +20,7 @@ from megatron_lite.optim.rules import UpdateRule
 from megatron_lite.optim.sgd import SGD
 from megatron_lite.shard.buffers import FlatBuffers
 from megatron_lite.shard.pieces import StatePiece
-from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.spec.params import Cut, ParamSpec, model_spec
 from tests.pool import RankPool
 from tests.shard.stand import (
     Stand,
@@ -286,7 +286,7 @@ def unit_norm(rank: int, world_size: int) -> float:
     """One replicated scalar and one cut scalar per rank, all gradients 1."""
     parallel = parallel_shape(tp=world_size)
     groups = build_rank_groups(parallel, rank, kv_heads=world_size)
-    cut = ParamSpec("cut", (world_size,), cut_dim=0, cut_axis="tp", parts=world_size, uses=("a",))
+    cut = ParamSpec("cut", (world_size,), cuts=(Cut(0, "tp", world_size),), uses=("a",))
     specs = (ParamSpec("replicated", (1,), uses=("a",)), cut)
     buffers, _ = build_buffers(specs, parallel, rank, groups, dtype="float32")
     for piece in buffers.gradient_pieces():

@@ -20,7 +20,7 @@ from megatron_lite.optim.groups import is_matrix
 from megatron_lite.optim.muon import Muon
 from megatron_lite.optim.newton_schulz import orthogonalize, scale_factor
 from megatron_lite.optim.whole_matrices import BucketMatrices, MatrixView
-from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.spec.params import Cut, ParamSpec, model_spec
 from megatron_lite.spec.shards import Box, local_box
 from tests.pool import RankPool
 from tests.shard.stand import build_rank_groups, logical_value, model_shape, parallel_shape, region
@@ -74,7 +74,7 @@ def gathered(rank: int, tp: int, dp: int) -> dict[str, Any]:
         outside[view.start : view.stop] = False
     expected[outside[bucket.first : bucket.last]] = 99.0
     sent = [(r.op, r.group, r.elements) for r in recorder.records]
-    cut = sum(view.box.elements for view in bucket.views if view.spec.parts > 1)
+    cut = sum(view.box.elements for view in bucket.views if view.spec.tensor_parts > 1)
     return {
         "names": names, "right": right, "back": torch.equal(back, expected),
         "sent": sent, "elements": elements, "cut": cut, "views": len(views),
@@ -100,7 +100,7 @@ def test_every_rank_sees_the_logical_matrices_that_touch_its_range(
 def test_a_piece_that_all_tensor_ranks_hold_does_not_travel() -> None:
     views, elements = views_of(specs_of(4, kv_heads=1), 4, 0)
     shared = [view for view in views if view.spec.name.endswith("linear_k.weight")]
-    assert shared and all(view.spec.parts == 1 for view in shared)
+    assert shared and all(view.spec.tensor_parts == 1 for view in shared)
     bucket = BucketMatrices(shared, elements, local_group("shard"), local_group("tp"))
     bucket.start_gather(values_of(shared, elements))
     assert [m.shape for m in bucket.whole()] == [view.spec.shape for view in shared]
@@ -192,8 +192,8 @@ def test_statistics_are_cut_like_the_dim_they_keep() -> None:
     proj = specs["decoder.layers.0.self_attention.linear_proj.weight"]
     table = specs["embedding.word_embeddings.weight"]
     row, column = statistic_spec(proj, ROW), statistic_spec(proj, COLUMN)
-    assert (row.shape, row.cut_dim, row.parts) == ((proj.shape[0],), None, 1)
-    assert (column.shape, column.cut_dim, column.parts) == ((proj.shape[1],), 0, 2)
+    assert (row.shape, row.cuts) == ((proj.shape[0],), ())
+    assert (column.shape, column.cuts) == ((proj.shape[1],), (Cut(0, "tp", 2),))
     row, column = statistic_spec(table, ROW), statistic_spec(table, COLUMN)
-    assert (row.shape, row.cut_dim, row.padded) == ((37,), 0, table.padded)
-    assert (column.shape, column.cut_dim, column.padded) == ((16,), None, None)
+    assert (row.shape, row.cuts, row.padded) == ((37,), table.cuts, table.padded)
+    assert (column.shape, column.cuts, column.padded) == ((16,), (), None)

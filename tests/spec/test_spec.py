@@ -50,11 +50,11 @@ def test_a_kv_head_is_shared_by_consecutive_ranks_and_partial_over_them():
     parallel = parallel_of(4)
     specs = {s.name: s for s in model_spec(LLAMA, parallel)}
     k = specs["decoder.layers.0.self_attention.linear_k.weight"]
-    assert (k.parts, k.partial_axes) == (2, ("kv_replica",))
+    assert (k.tensor_parts, k.partial_axes) == (2, ("kv_replica",))
     offsets = [local_box(k, {"tp": r}, parallel).offset[0] for r in range(4)]
     assert offsets == [0, 0, 8, 8]
     q = specs["decoder.layers.0.self_attention.linear_q.weight"]
-    assert (q.parts, q.partial_axes) == (4, ())
+    assert (q.tensor_parts, q.partial_axes) == (4, ())
 
 
 def test_norms_and_row_biases_are_partial_over_tp_only_under_sequence_parallelism():

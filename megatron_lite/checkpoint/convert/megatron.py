@@ -271,10 +271,10 @@ def _shape_fault(
         shape[0] = rows
     elif name in (EMBEDDING, OUTPUT):
         shape[0] = padded
-    if spec.cut_dim is not None:
-        if shape[spec.cut_dim] % tp:
+    if spec.tensor_cut is not None:
+        if shape[spec.tensor_cut.dim] % tp:
             return f"{name}: {shape} is not divisible over {tp} tensor-parallel ranks"
-        shape[spec.cut_dim] //= tp
+        shape[spec.tensor_cut.dim] //= tp
     for piece in pieces:
         if piece.tensor.shape != tuple(shape):
             return f"shape: {piece.origin} is {list(piece.tensor.shape)}, expected {shape}"
@@ -298,13 +298,13 @@ def _recipe(
             _take_heads(spec, pieces, out, model)
         elif _is_fused(spec, name):
             _take_half(pieces, out, second=".linear_up." in spec.name)
-        elif spec.cut_dim is None:
+        elif spec.tensor_cut is None:
             pieces[0].use(lambda whole: _copy(out, whole))
             for other in pieces[1:]:
                 other.use(lambda whole: _is_equal(out, whole))
         else:
-            _join(pieces, out, spec.cut_dim, _copy)
-            _join(copies, out, spec.cut_dim, _is_equal)
+            _join(pieces, out, spec.tensor_cut.dim, _copy)
+            _join(copies, out, spec.tensor_cut.dim, _is_equal)
         return out
 
     return load

@@ -207,8 +207,8 @@ def _cut(
         kept = whole[tensor_rank * rows : (tensor_rank + 1) * rows]
         piece[: kept.shape[0]] = kept
         return piece
-    if spec.cut_dim is None:
+    if spec.tensor_cut is None:
         return whole.clone()
-    return whole.chunk(tp, dim=spec.cut_dim)[tensor_rank].clone(
+    return whole.chunk(tp, dim=spec.tensor_cut.dim)[tensor_rank].clone(
         memory_format=torch.contiguous_format
     )
