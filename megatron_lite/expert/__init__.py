@@ -1,0 +1,1 @@
+"""The expert axis: routing, dispatch, experts in parallel, balance."""
