@@ -1,4 +1,7 @@
-"""One Transformer layer: x + drop(attention(norm(x))), then x + drop(mlp(norm(x)))."""
+"""One Transformer layer: x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).
+
+The MLP may be a mixture of experts.
+"""
 
 from __future__ import annotations
 
@@ -28,5 +31,6 @@ def transformer_layer(
     """
     mixed = self_attention(layer, layer.norm("input_layernorm", x, mb), rotary, mb, cache)
     x = layer.add("self_attention.linear_proj", mixed, x, "attention_output_dropout", mb)
-    inner = mlp(layer, layer.norm("pre_mlp_layernorm", x, mb), mb)
+    normed = layer.norm("pre_mlp_layernorm", x, mb)
+    inner = mlp(layer, normed, mb) if layer.experts is None else layer.mix_experts(normed, mb)
     return layer.add("mlp.linear_fc2", inner, x, "mlp_output_dropout", mb)

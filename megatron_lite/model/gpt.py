@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.expert.parts import ExpertParts
 from megatron_lite.mesh.groups import Groups
 from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.model.attention import KeyValueCache
@@ -122,7 +123,7 @@ class GPTStage(nn.Module):
             part.stage: part for part in parts or whole_model(plan.model.num_layers)
         }
         self.layers = {
-            layer: LayerParts(self.parts, layer)
+            layer: LayerParts(self.parts, layer, self._experts(layer, groups))
             for part in self.stage_parts.values()
             for layer in part.layers
         }
@@ -134,6 +135,28 @@ class GPTStage(nn.Module):
             if spec.name in (WORD_EMBEDDING, OUTPUT_LAYER):
                 box = local_box(spec, coordinate, plan.parallel)
                 self.vocab_range = (box.offset[0], box.shape[0])
+
+    def _experts(self, layer: int, groups: Groups) -> ExpertParts | None:
+        """The mixture of experts of a layer, where it has one."""
+        model, prefix = self.plan.model, f"decoder.layers.{layer}.mlp."
+        if model.experts is None or not model.is_moe(layer):
+            return None
+        return ExpertParts(
+            shape=model.experts,
+            layer=layer,
+            gated=model.gated,
+            activation=model.activation,
+            params={
+                name.removeprefix(prefix): param
+                for name, param in self._params.items()
+                if name.startswith(prefix)
+            },
+            tp=groups.tp,
+            tp_cp=groups.tp_cp,
+            block=groups.expert_block,
+            etp=groups.etp,
+            ep=groups.ep,
+        )
 
     def allocate(self) -> None:
         """Give the parameters memory of their own, zeroed: for a stage without buckets."""

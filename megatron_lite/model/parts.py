@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megatron_lite.config.plan import ModelShape
+from megatron_lite.expert.parts import ExpertParts
 from megatron_lite.mesh.groups import Group
 from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.ops.attention import causal_attention
@@ -61,11 +62,13 @@ class LayerParts:
     Args:
         stage: what the stage shares.
         index: global number of the layer.
+        experts: its mixture of experts; None where it has an MLP.
     """
 
-    def __init__(self, stage: StageParts, index: int) -> None:
+    def __init__(self, stage: StageParts, index: int, experts: ExpertParts | None = None) -> None:
         self.stage = stage
         self.index = index
+        self.experts = experts
         self.prefix = f"decoder.layers.{index}"
 
     def norm(self, name: str, x: Tensor, mb: MicrobatchContext) -> Tensor:
@@ -85,9 +88,17 @@ class LayerParts:
     def add(
         self, name: str, x: Tensor, residual: Tensor, purpose: str, mb: MicrobatchContext
     ) -> Tensor:
-        """dropout(x + bias of the row-parallel linear NAME) + residual."""
-        bias, dropout = self._linear(name)[1], self.stage.shape.hidden_dropout
+        """dropout(x + bias of the row-parallel linear NAME, if it has one) + residual."""
+        bias = self.stage.params.get(f"{self.prefix}.{name}.bias")
+        dropout = self.stage.shape.hidden_dropout
         return bias_dropout_residual(x, bias, residual, dropout, purpose, self.index, mb)
+
+    def mix_experts(self, x: Tensor, mb: MicrobatchContext) -> Tensor:
+        """The mixture of experts, all of its biases included."""
+        from megatron_lite.expert.layer import moe  # until all of its parts exist
+
+        assert self.experts is not None
+        return moe(self.experts, x, self.stage.sequence_parallel, mb)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mb: MicrobatchContext) -> Tensor:
         """The attention core, recomputed in the backward pass where that is asked for.

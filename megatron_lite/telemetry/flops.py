@@ -9,6 +9,7 @@ Counted FLOPs are the matrix products one rank really runs, for tests to compare
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,13 +28,38 @@ def _check_convention(convention: str) -> None:
         raise ValueError(f"unknown FLOPs convention {convention!r}; legal: {legal}")
 
 
-def layer_matmul_weights(model: ModelShape) -> int:
-    """Weights of one layer that multiply each token once (q, k, v, proj, MLP)."""
+def attention_matmul_weights(model: ModelShape) -> int:
+    """Weights of q, k, v and proj of one layer."""
     query_size = model.num_attention_heads * model.kv_channels
     kv_size = model.num_query_groups * model.kv_channels
-    attention = model.hidden_size * (2 * query_size + 2 * kv_size)
-    mlp_matrices = 3 if model.gated else 2
-    return attention + mlp_matrices * model.hidden_size * model.ffn_hidden_size
+    return model.hidden_size * (2 * query_size + 2 * kv_size)
+
+
+def mlp_matmul_weights(model: ModelShape, width: int) -> int:
+    """Weights of one MLP of an inner width."""
+    return (3 if model.gated else 2) * model.hidden_size * width
+
+
+def sliced_matmul_weights(model: ModelShape, layer: int) -> int:
+    """Weights that multiply a token on one tp rank only: a MoE layer's router and its experts."""
+    experts = model.experts
+    if experts is None or not model.is_moe(layer):
+        return 0
+    chosen = experts.topk * mlp_matmul_weights(model, experts.ffn_hidden_size)
+    return experts.num_experts * model.hidden_size + chosen
+
+
+def dense_mlp_width(model: ModelShape, layer: int) -> int:
+    """Inner width of a layer's MLP, or of its shared expert."""
+    if model.experts is not None and model.is_moe(layer):
+        return model.experts.shared_ffn_hidden_size
+    return model.ffn_hidden_size
+
+
+def layer_matmul_weights(model: ModelShape, layer: int) -> int:
+    """Weights of one layer that multiply each token once: attention, MLP, chosen experts."""
+    mlp = mlp_matmul_weights(model, dense_mlp_width(model, layer))
+    return attention_matmul_weights(model) + mlp + sliced_matmul_weights(model, layer)
 
 
 def model_flops_per_token(model: ModelShape, convention: str = "full_square") -> int:
@@ -48,7 +74,7 @@ def model_flops_per_token(model: ModelShape, convention: str = "full_square") ->
         scores and values, 12*s*n*d per layer by the full square, half by `causal_half`.
     """
     _check_convention(convention)
-    weights = model.num_layers * layer_matmul_weights(model)
+    weights = sum(layer_matmul_weights(model, layer) for layer in range(model.num_layers))
     weights += model.hidden_size * model.vocab_size
     query_size = model.num_attention_heads * model.kv_channels
     pairs = 2 * model.seq_length * query_size * model.num_layers  # scores and values
@@ -133,7 +159,7 @@ def count_rank_gemm_flops(
     parallel: ParallelShape,
     *,
     samples: int,
-    layers: int,
+    layers: Sequence[int],
     head_rows: int,
     recompute: str = "none",
     recomputed_layers: int | None = None,
@@ -141,15 +167,17 @@ def count_rank_gemm_flops(
 ) -> RankGemmFlops:
     """Count the matrix products that one rank executes, closed form.
 
-    Unlike model FLOPs this includes replicated KV heads and recomputation.
-    `torch.utils.flop_counter` counts the same on the explicit attention path once it is told
-    of `addmm_`; of the CPU's fused attention it knows nothing.
+    Unlike model FLOPs this includes replicated KV heads and recomputation. What the experts of
+    a rank get to do depends on the routing: counted is each rank's equal share of it, so that
+    only the sum over ranks is exact. `torch.utils.flop_counter` counts the same on the
+    explicit attention path once it is told of `addmm_`; of the CPU's fused attention it knows
+    nothing.
 
     Args:
         model: the model's shape.
         parallel: sizes of the axes; tp and cp divide the work of a sample.
         samples: samples this rank works on in the step (num_microbatches * mbs).
-        layers: transformer layers on this rank.
+        layers: global numbers of the transformer layers on this rank.
         head_rows: vocabulary rows this rank multiplies by in the output projection (its
             share without padding rows); 0 where the stage has no head.
         recompute: "none", "selective" (core attention) or "full" (whole layers).
@@ -160,22 +188,25 @@ def count_rank_gemm_flops(
     d = model.kv_channels
     local_query = model.num_attention_heads // parallel.tp * d
     local_kv = local_kv_heads(model, parallel.tp) * d
-    mlp_matrices = 3 if model.gated else 2
-    weights = model.hidden_size * (2 * local_query + 2 * local_kv)
-    weights += mlp_matrices * model.hidden_size * model.ffn_hidden_size // parallel.tp
-
+    attention_weights = model.hidden_size * (2 * local_query + 2 * local_kv)
+    weights = [
+        attention_weights
+        + mlp_matmul_weights(model, dense_mlp_width(model, layer)) // parallel.tp
+        + sliced_matmul_weights(model, layer) // parallel.tp
+        for layer in layers
+    ]
     tokens = samples * model.seq_length // parallel.cp
-    linear_forward = FLOPS_PER_MULTIPLY_ADD * tokens * weights * layers
+    linear_forward = FLOPS_PER_MULTIPLY_ADD * tokens * sum(weights)
     product = FLOPS_PER_MULTIPLY_ADD * tokens * model.seq_length * local_query  # one layer
-    attention_forward = 2 * product * layers
+    attention_forward = 2 * product * len(layers)
     head_forward = FLOPS_PER_MULTIPLY_ADD * tokens * model.hidden_size * head_rows
 
     again = 0
     if recompute == "selective":
-        again = selective_products * product * layers
+        again = selective_products * product * len(layers)
     elif recompute == "full":
-        count = layers if recomputed_layers is None else min(recomputed_layers, layers)
-        again = (linear_forward + attention_forward) // max(layers, 1) * count
+        repeated = weights[:recomputed_layers]
+        again = FLOPS_PER_MULTIPLY_ADD * tokens * sum(repeated) + 2 * product * len(repeated)
     return RankGemmFlops(
         layer_linears=FORWARD_AND_BACKWARD * linear_forward,
         attention=FORWARD_AND_BACKWARD * attention_forward,

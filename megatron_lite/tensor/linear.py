@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_lite.mesh import collectives
-from megatron_lite.mesh.groups import Group
+from megatron_lite.mesh.groups import Group, local_group
 from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.ops.matrix import accumulate_product
+
+_ALONE = local_group("alone")
 
 
 def gather_sequence(x: Tensor, tp_group: Group) -> Tensor:
@@ -186,3 +188,22 @@ def row_parallel_linear(
     """
     sliced = sequence_parallel and tp_group.size > 1
     return _RowParallel.apply(x, weight, tp_group, sliced, mb)  # type: ignore[no-any-return]
+
+
+def replicated_linear(
+    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, mb: MicrobatchContext
+) -> Tensor:
+    """x W^T + bias by a weight that every tensor rank holds whole; no communication.
+
+    Under sequence parallelism, where x is a slice, the weight's gradient is partial over tp.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out] or None.
+        mb: receives the weight and bias gradients.
+
+    Returns:
+        [..., out].
+    """
+    return _ColumnParallel.apply(x, weight, bias, _ALONE, False, mb)  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ def expected_shares(argv: Sequence[str], ranks: int) -> list[tuple[int, int]]:
     """(stored elements, matrix-product FLOPs of the whole run) of every rank.
 
     Args:
-        argv: flags of a run with a NullTokenizer, constant batch size and dense layers.
+        argv: flags of a run with a NullTokenizer, constant batch size; no dropped tokens.
         ranks: number of ranks.
     """
     config = parse_config(argv, {})
@@ -51,7 +51,7 @@ def expected_shares(argv: Sequence[str], ranks: int) -> list[tuple[int, int]]:
                 plan.model,
                 plan.parallel,
                 samples=samples,
-                layers=len(part.layers),
+                layers=part.layers,
                 head_rows=head_rows,
                 recompute=plan.recompute,
                 recomputed_layers=block,
@@ -71,15 +71,23 @@ def find_share_faults(
 ) -> tuple[str, ...]:
     """One sentence per rank and figure that is not the spec's share.
 
-    FLOPs of a rank that did not count them (0) are left out; no ranks, no faults.
+    FLOPs of a rank that did not count them (0) are left out; no ranks, no faults. With experts
+    a rank's FLOPs depend on the routing, so their sum is compared.
     """
     faults = []
-    for rank, (share, (elements, flops)) in enumerate(
-        zip(measured, expected_shares(argv, ranks), strict=bool(measured))
-    ):
+    expected = expected_shares(argv, ranks) if measured else []
+    if expected and parse_config(argv, {}).num_experts is not None:
+        total, counted = sum(flops for _, flops in expected), [s.gemm_flops for s in measured]
+        if all(counted) and sum(counted) != total:
+            faults.append(
+                f"the ranks computed {sum(counted):,} matrix-product FLOPs together, the model "
+                f"has {total:,}"
+            )
+        expected = [(elements, 0) for elements, _ in expected]
+    for rank, (share, (elements, flops)) in enumerate(zip(measured, expected, strict=True)):
         if share.elements != elements:
             faults.append(f"rank {rank} holds {share.elements:,} elements, its share: {elements:,}")
-        if share.gemm_flops and share.gemm_flops != flops:
+        if share.gemm_flops and flops and share.gemm_flops != flops:
             faults.append(
                 f"rank {rank} computed {share.gemm_flops:,} matrix-product FLOPs, its share: "
                 f"{flops:,}"

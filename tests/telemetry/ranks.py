@@ -108,7 +108,7 @@ def measure_flops(rank: int, world_size: int, **settings: Any) -> dict[str, int]
         case.model,
         case.plan(world_size).parallel,
         samples=SAMPLES,
-        layers=case.model.num_layers,
+        layers=range(case.model.num_layers),
         head_rows=stage.vocab_range[1],
         recompute=case.recompute,
         recomputed_layers=case.recomputed_layers,

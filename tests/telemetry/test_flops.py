@@ -61,19 +61,25 @@ def test_rates_divide_by_ranks_and_an_empty_interval_has_none() -> None:
 
 
 def test_one_unpadded_rank_without_recompute_executes_the_model_flops() -> None:
-    counted = count_rank_gemm_flops(tiny_model(), layout(), samples=8, layers=4, head_rows=256)
+    counted = count_rank_gemm_flops(
+        tiny_model(), layout(), samples=8, layers=range(4), head_rows=256
+    )
     assert counted.total == 276_824_064
     assert counted.recompute == 0
 
 
 def test_ranks_execute_equal_shares_when_nothing_is_replicated() -> None:
-    counted = count_rank_gemm_flops(tiny_model(), layout(2), samples=8, layers=4, head_rows=128)
+    counted = count_rank_gemm_flops(
+        tiny_model(), layout(2), samples=8, layers=range(4), head_rows=128
+    )
     assert 2 * counted.total == 276_824_064
 
 
 def test_replicated_kv_heads_are_counted_on_every_rank() -> None:
-    counted = count_rank_gemm_flops(tiny_model(), layout(4), samples=8, layers=4, head_rows=0)
-    whole = count_rank_gemm_flops(tiny_model(), layout(1), samples=8, layers=4, head_rows=0)
+    counted = count_rank_gemm_flops(
+        tiny_model(), layout(4), samples=8, layers=range(4), head_rows=0
+    )
+    whole = count_rank_gemm_flops(tiny_model(), layout(1), samples=8, layers=range(4), head_rows=0)
     replicated_kv = 6 * 8 * 32 * 4 * (2 * 64 * 16) * 2  # two of four ranks' k and v are extra
     assert 4 * counted.layer_linears - whole.layer_linears == replicated_kv
 
@@ -84,7 +90,7 @@ def test_block_recompute_counts_only_its_layers() -> None:
             tiny_model(),
             layout(),
             samples=2,
-            layers=4,
+            layers=range(4),
             head_rows=256,
             recompute="full",
             recomputed_layers=count,

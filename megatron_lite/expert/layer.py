@@ -1,0 +1,86 @@
+"""A mixture of experts in the place of an MLP: router, experts, shared expert.
+
+Tokens are sliced over tp, routed, sent to the ranks of their experts inside the expert
+block, and what comes back is added up by the router's scores. The shared expert is an
+ordinary MLP over the tensor group, on all tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_lite.expert.dispatch import run_experts
+from megatron_lite.expert.grouped import grouped_linear
+from megatron_lite.expert.parts import ExpertParts
+from megatron_lite.expert.router import route_tokens
+from megatron_lite.expert.slices import slice_tokens, unslice_tokens
+from megatron_lite.microbatch import MicrobatchContext
+from megatron_lite.ops.activation import activate
+from megatron_lite.tensor.linear import (
+    column_parallel_linear,
+    replicated_linear,
+    row_parallel_linear,
+)
+
+_FIRST_GATED, _FIRST = ("linear_gate", "linear_up"), ("linear_fc1",)
+
+
+def moe(parts: ExpertParts, x: Tensor, sequence_parallel: bool, mb: MicrobatchContext) -> Tensor:
+    """Mixture of experts of one layer, biases included.
+
+    Args:
+        parts: the layer.
+        x: [s_local, b, h], normed.
+        sequence_parallel: x is a slice of the sequence.
+        mb: the microbatch.
+
+    Returns:
+        [s_local, b, h].
+
+    Comm: that of the dispatcher; without sequence parallelism an all-gather over tp in both
+        passes; that of one column- and one row-parallel linear for the shared expert.
+    """
+    tokens = x if sequence_parallel else slice_tokens(x, parts.tp)
+    routing = route_tokens(parts, tokens, mb)
+
+    def experts(rows: Tensor, offsets: Tensor) -> Tensor:
+        return _experts(parts, rows, offsets, mb)
+
+    flat = tokens.flatten(0, 1)
+    out = run_experts(parts, flat, routing.ids, routing.probs, experts, mb).view(tokens.shape)
+    if not sequence_parallel:
+        out = unslice_tokens(out, parts.tp)
+    if parts.shape.shared_ffn_hidden_size:
+        out = out + _shared(parts, x, sequence_parallel, mb)
+    return out
+
+
+def _experts(parts: ExpertParts, rows: Tensor, offsets: Tensor, mb: MicrobatchContext) -> Tensor:
+    """The experts of this rank on their rows, [rows, h] -> [rows, h]: a part over etp."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        weight = parts.params[f"experts.{name}.weight"]
+        bias = parts.params.get(f"experts.{name}.bias")
+        if name == "linear_fc2" and parts.etp.rank > 0:
+            bias = None  # the parts are added up, and the first one has it
+        return grouped_linear(x, weight, bias, offsets, mb)
+
+    names = _FIRST_GATED if parts.gated else _FIRST
+    inner = torch.cat([linear(name, rows) for name in names], dim=-1)
+    return linear("linear_fc2", activate(inner, parts.activation, parts.gated, mb.native))
+
+
+def _shared(
+    parts: ExpertParts, x: Tensor, sequence_parallel: bool, mb: MicrobatchContext
+) -> Tensor:
+    """The shared expert, [s_local, b, h] -> [s_local, b, h]."""
+    first = parts.params["shared_experts.linear_fc1.weight"]
+    inner = column_parallel_linear(x, first, None, parts.tp, sequence_parallel, mb)
+    inner = activate(inner, parts.activation, parts.gated, mb.native)
+    second = parts.params["shared_experts.linear_fc2.weight"]
+    out = row_parallel_linear(inner, second, parts.tp, sequence_parallel, mb)
+    gate = parts.params.get("shared_experts.gate_weight")
+    if gate is not None:
+        out = out * torch.sigmoid(replicated_linear(x, gate, None, mb))
+    return out
