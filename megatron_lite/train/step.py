@@ -36,6 +36,7 @@ from megatron_lite.train.passes import (
 from megatron_lite.train.state import TrainState
 
 LM = "lm"
+MOE = "moe"
 ZEROS = "zeros"
 
 
@@ -119,20 +120,25 @@ class TrainStep:
         self.parts.gradients.start_step(len(self.microbatches), backward_passes(actions))
 
     def share_denominators(self) -> None:
-        """Start the opening reduction: valid tokens of the global batch.
+        """Start the opening reduction: valid tokens of the global batch, and its microbatches.
 
         Comm: one asynchronous all-reduce of one element per loss term over dp x cp.
         """
-        valid = torch.stack([microbatch.valid for microbatch in self.microbatches]).sum()
-        self.counts = start_denominators({LM: valid}, self.parts.groups.dp_cp)
+        groups, number = self.parts.groups, len(self.microbatches)
+        terms = {LM: torch.stack([microbatch.valid for microbatch in self.microbatches]).sum()}
+        if self.parts.plan.model.experts is not None:
+            # The losses of the router are means over the microbatches of the global batch.
+            terms[MOE] = torch.full_like(terms[LM], number / groups.cp.size)
+        self.counts = start_denominators(terms, groups.dp_cp)
         self.denominators = self.counts
         if self.parts.config.legacy_loss_normalization:
             # Megatron's mean of microbatch means: every microbatch of every data-parallel
             # rank weighs the same, however many valid tokens it has.
             for microbatch in self.microbatches:
                 microbatch.average()
-            means = len(self.microbatches) * self.parts.groups.dp_cp.size
-            self.denominators = Denominators((LM,), torch.full_like(self.counts.sums, means), None)
+            weights = {LM: number * groups.dp_cp.size, MOE: number * groups.dp.size}
+            means = [torch.full_like(terms[LM], weights[term]) for term in terms]
+            self.denominators = Denominators(tuple(terms), torch.stack(means), None)
 
     def _passes(self) -> Passes:
         parts = self.parts
