@@ -119,16 +119,36 @@ class WeightGradientStore:
         self._sink.written(param)
 
 
+@dataclass(frozen=True, eq=False)
+class RoutingRecord:
+    """What one MoE layer did with this rank's tokens of one microbatch; device tensors.
+
+    Attributes:
+        counts: [e] int64, how often each expert was chosen, before dropping.
+        dropped: [e] int64, choices that its capacity had no room for.
+        entropy: 0-dim, sum over tokens of the entropy of their scores, in nats.
+        losses: term ("aux_loss", "z_loss", ...) -> 0-dim, the part of these tokens in the
+            microbatch's value, coefficient included; parts add up over the microbatch's ranks.
+    """
+
+    counts: Tensor
+    dropped: Tensor
+    entropy: Tensor
+    losses: Mapping[str, Tensor]
+
+
 class LossSink:
     """Collects the unscaled sums of one microbatch's loss terms for the log.
 
-    `add` keeps 0-dim tensors; nothing is synchronised until the step reads them.
+    `add` keeps 0-dim tensors; nothing is synchronised until the step reads them. `routing`
+    holds one record per MoE layer, set and not added: recomputation runs a layer twice.
     """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.per_sample: dict[str, Tensor] = {}
         self.activations: dict[str, Tensor] = {}
+        self.routing: dict[int, RoutingRecord] = {}
 
     def add(self, term: str, value: Tensor) -> None:
         """Add a 0-dim sum of a loss term."""

@@ -26,6 +26,7 @@ PURPOSES = {
     "attention_dropout": "on the attention probabilities",
     "attention_output_dropout": "after the bias of the attention projection",
     "mlp_output_dropout": "after the bias of the second MLP linear",
+    "router_jitter": "noise of a router's input",
 }
 
 
