@@ -9,8 +9,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megatron_lite.config.expert_plan import ExpertShape
 from megatron_lite.config.plan import ModelShape
 
+_EXPERT_FACTS = (
+    "num_experts",
+    "topk",
+    "ffn_hidden_size",
+    "layers",
+    "shared_ffn_hidden_size",
+    "shared_gate",
+    "score_function",
+    "pre_softmax",
+    "scaling_factor",
+    "num_groups",
+    "group_topk",
+    "expert_bias",
+)
 ARCHITECTURE_FIELDS = (
     "num_layers",
     "hidden_size",
@@ -29,7 +44,13 @@ ARCHITECTURE_FIELDS = (
     "add_qkv_bias",
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
+    "num_experts",  # all that gives a router's or an expert's weight its meaning
 )
+
+
+def _expert_facts(experts: ExpertShape) -> dict[str, Any]:
+    values = {name: getattr(experts, name) for name in _EXPERT_FACTS}
+    return values | {"layers": list(experts.layers)}
 
 
 def architecture_facts(model: ModelShape) -> dict[str, Any]:
@@ -52,5 +73,6 @@ def architecture_facts(model: ModelShape) -> dict[str, Any]:
         model.qkv_bias,
         model.qk_norm,
         not model.tied,
+        model.experts and _expert_facts(model.experts),
     )
     return dict(zip(ARCHITECTURE_FIELDS, values, strict=True))
