@@ -1,0 +1,246 @@
+"""The router: which experts a token goes to, and how much each of them counts.
+
+Every rank routes its own slice of the tokens. The product and the scores are in the
+router's dtype (fp32 at least); the choice has no gradient and prefers the lower expert
+where scores are equal. What a router leaves for the step is set under its layer and not
+added, so a layer that runs twice (recomputation) counts once. Sources: Shazeer et al. 2017;
+DeepSeek-V3 (2024) for sigmoid scores, group limits and the bias in the choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron_lite.config.expert_plan import ExpertShape
+from megatron_lite.expert.capacity import limit_capacity
+from megatron_lite.expert.gathered import gather_rows, slice_positions
+from megatron_lite.expert.losses import (
+    Z_LOSS,
+    MicrobatchCounts,
+    add_losses,
+    balance_losses,
+    count_choices,
+    z_loss,
+)
+from megatron_lite.expert.parts import ExpertParts
+from megatron_lite.expert.sinkhorn import sinkhorn
+from megatron_lite.microbatch import MicrobatchContext, RoutingRecord
+from megatron_lite.ops.norm import accumulation_dtype
+from megatron_lite.ops.random import decision_counter, flat_words
+
+TINY = 1e-20  # of a sum of scores that may all be 0
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where the tokens of a slice go.
+
+    Attributes:
+        ids: [t, k] int32, the chosen experts, largest first; -1 where dropped.
+        probs: [t, k] in the router's dtype, what each counts; 0 where dropped.
+    """
+
+    ids: Tensor
+    probs: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Jitter:
+    """Noise of a router's input: a function of seed, step, layer, sample, position, channel."""
+
+    eps: float
+    counter: int
+    positions: Tensor
+    mb: MicrobatchContext
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Multiply [s, b, h] by uniform numbers of 1 - eps to 1 + eps."""
+        h = x.shape[-1]
+        rows = self.positions.unsqueeze(1).expand(x.shape[:2])
+        samples = (self.mb.sample_ids & 0xFFFFFFFF).unsqueeze(0).expand_as(rows)
+        words = flat_words(rows, h, 0, h, samples, self.counter, self.mb.seed)
+        return x * (1.0 + self.eps * ((words.to(x.dtype) + 0.5) / 2.0**31 - 1.0))
+
+
+class _RouterProduct(torch.autograd.Function):
+    """logits = x W^T in the router's dtype; keeps x in its own dtype and makes noise again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        dtype: torch.dtype,
+        jitter: _Jitter | None,
+        mb: MicrobatchContext,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.dtype, ctx.jitter, ctx.mb = weight, dtype, jitter, mb
+        wide = x.to(dtype)
+        wide = wide if jitter is None else jitter.apply(wide)
+        return functional.linear(wide.flatten(0, 1), weight.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        grad, jitter = grads[0], ctx.jitter
+
+        def accumulate(main: Tensor) -> None:
+            wide = x.to(ctx.dtype)
+            wide = wide if jitter is None else jitter.apply(wide)
+            main.add_(grad.T @ wide.flatten(0, 1))
+
+        ctx.mb.wgrads.put(ctx.weight, accumulate, deferrable=True)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ ctx.weight.to(ctx.dtype)).view(x.shape)
+            grad_x = (grad_x if jitter is None else jitter.apply(grad_x)).to(x.dtype)
+        return grad_x, None, None, None, None
+
+
+def router_logits(parts: ExpertParts, x: Tensor, mb: MicrobatchContext) -> Tensor:
+    """Multiply tokens and router: [s, b, h] -> [s * b, E], in the router's dtype."""
+    shape, weight = parts.shape, parts.params["router.weight"]
+    dtype = torch.promote_types(accumulation_dtype(x.dtype), getattr(torch, shape.router_dtype))
+    jitter = None
+    if shape.jitter and mb.training:
+        counter = decision_counter("router_jitter", parts.layer, mb.step)
+        jitter = _Jitter(shape.jitter, counter, slice_positions(parts, x.shape[0], mb), mb)
+    return _RouterProduct.apply(x, weight, dtype, jitter, mb)  # type: ignore[no-any-return]
+
+
+def token_scores(logits: Tensor, shape: ExpertShape) -> Tensor:
+    """Scores that the choice compares and the weights come from, [t, E].
+
+    The softmax of the chosen alone ("post") compares logits.
+    """
+    if shape.score_function == "sigmoid":
+        return logits.sigmoid()
+    if shape.score_function == "sqrtsoftplus":
+        return functional.softplus(logits).sqrt()
+    return logits.softmax(-1) if shape.pre_softmax else logits
+
+
+def token_mixture(logits: Tensor, scores: Tensor, shape: ExpertShape) -> Tensor:
+    """Scores of all experts that sum to 1 per token, [t, E]."""
+    if shape.score_function != "softmax":
+        return scores / (scores.sum(-1, keepdim=True) + TINY)
+    return scores if shape.pre_softmax and not shape.sinkhorn else logits.softmax(-1)
+
+
+def largest(scores: Tensor, k: int) -> Tensor:
+    """Indices of the k largest along the last dim, the lower one first where equal."""
+    # topk leaves open which of equal scores it takes.
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+@torch.no_grad()
+def choose_experts(scores: Tensor, shape: ExpertShape, bias: Tensor | None) -> Tensor:
+    """Choose k experts per token.
+
+    Args:
+        scores: [t, E].
+        shape: with its limit of groups.
+        bias: [E], added for the choice only; None: none.
+
+    Returns:
+        [t, k] int64, largest first.
+    """
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if shape.is_limited:
+        grouped = scores.view(scores.shape[0], shape.num_groups, -1)
+        best = grouped.topk(shape.topk // shape.group_topk, dim=-1).values.sum(-1)
+        allowed = torch.zeros_like(best, dtype=torch.bool)
+        allowed.scatter_(1, largest(best, shape.group_topk), True)
+        scores = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)
+    return largest(scores, shape.topk)
+
+
+@torch.no_grad()
+def _choose_balanced(
+    parts: ExpertParts, logits: Tensor, length: int, mb: MicrobatchContext
+) -> Tensor:
+    """Choose by Sinkhorn's assignment of the microbatch; outside training by the logits."""
+    if not mb.training:
+        return largest(logits, parts.shape.topk)
+    every, mine = gather_rows(logits, parts, length, mb)
+    return largest(sinkhorn(every)[mine], parts.shape.topk)
+
+
+def chosen_weights(scores: Tensor, ids: Tensor, shape: ExpertShape) -> Tensor:
+    """What the chosen experts count, [t, k]: differentiable in the scores."""
+    weights = scores.gather(1, ids)
+    if shape.score_function != "softmax":
+        if shape.topk > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    elif not shape.pre_softmax:
+        weights = weights.softmax(-1)
+    return weights * shape.scaling_factor
+
+
+def _balanced_weights(logits: Tensor, ids: Tensor, shape: ExpertShape) -> Tensor:
+    """Megatron's weights beside Sinkhorn: sigmoid of the one, else softmax over all."""
+    scores = logits.sigmoid() if shape.topk == 1 else logits.softmax(-1)
+    return scores.gather(1, ids) * shape.scaling_factor
+
+
+def _dropped(ids: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
+    """Dropped choices per expert, [E] int64."""
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    if kept is None:
+        return counts
+    return counts.scatter_add_(0, ids.flatten(), (~kept).flatten().long())
+
+
+def route_tokens(parts: ExpertParts, x: Tensor, mb: MicrobatchContext) -> Routing:
+    """Route a slice of the tokens of a microbatch.
+
+    Args:
+        parts: of the layer.
+        x: [s_slice, b, h], this rank's slice: shard(0) over tp and cp.
+        mb: receives the router's gradient and the layer's record. Without `wgrads`
+            (evaluation) there are neither auxiliary losses nor a record.
+
+    Returns:
+        ids and probs of t = s_slice * b tokens, row-major.
+
+    Comm: over tp_cp, and only where needed: an all-reduce of [E] or [b, E] counts for the
+        losses, an all-gather of 2 k numbers per token for a capacity, of E for Sinkhorn.
+    """
+    shape, (length, samples) = parts.shape, x.shape[:2]
+    logits = router_logits(parts, x, mb)
+    scores = token_scores(logits, shape)
+    if shape.sinkhorn:
+        ids = _choose_balanced(parts, logits, length, mb)
+        probs = _balanced_weights(logits, ids, shape)
+    else:
+        ids = choose_experts(scores, shape, parts.state("expert_bias"))
+        probs = chosen_weights(scores, ids, shape)
+    own = counts = None
+    if mb.wgrads is not None:
+        own = count_choices(ids, shape.num_experts, samples)
+        counts = MicrobatchCounts(own, parts)
+    kept = None
+    if shape.capacity_factor is not None:
+        kept = limit_capacity(parts, ids, probs, length, mb)
+        probs = probs * kept
+    if own is not None and counts is not None:
+        mixture = token_mixture(logits, scores, shape)
+        losses = balance_losses(parts, mixture, counts, samples)
+        if shape.z_loss_coeff:
+            losses[Z_LOSS] = z_loss(logits, shape.z_loss_coeff, ids.shape[0] * parts.tp_cp.size)
+        probs = add_losses(probs, losses, mb)
+        mb.losses.routing[parts.layer] = RoutingRecord(
+            counts=own.sum(0),
+            dropped=_dropped(ids, kept, shape.num_experts),
+            entropy=torch.special.entr(mixture.detach()).sum(),
+            losses={term: value.detach() for term, value in losses.items()},
+        )
+    final = ids if kept is None else torch.where(kept, ids, -1)
+    return Routing(final.to(torch.int32), probs)
