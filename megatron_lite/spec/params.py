@@ -235,9 +235,8 @@ class _Table:
         )
 
 
-def _attention(table: _Table, layer: int) -> None:
+def _attention(table: _Table, prefix: str, use: str) -> None:
     model = table.model
-    prefix, use = f"decoder.layers.{layer}.self_attention", f"layer.{layer}"
     q_rows = model.num_attention_heads * model.kv_channels
     kv_rows = model.num_query_groups * model.kv_channels
     bias = model.linear_bias or model.qkv_bias
@@ -253,17 +252,15 @@ def _attention(table: _Table, layer: int) -> None:
     table.row(f"{prefix}.linear_proj", q_rows, use, model.linear_bias)
 
 
-def _mlp(table: _Table, prefix: str, layer: int, width: int, bias: bool) -> None:
-    use = f"layer.{layer}"
+def _mlp(table: _Table, prefix: str, use: str, width: int, bias: bool) -> None:
     for name in table.first_linears:
         table.column(f"{prefix}.{name}", width, use, bias)
     table.row(f"{prefix}.linear_fc2", width, use, bias)
 
 
-def _experts(table: _Table, experts: ExpertShape, layer: int) -> None:
+def _experts(table: _Table, prefix: str, use: str, experts: ExpertShape) -> None:
     """Router, experts and shared expert of one layer."""
     model, n = table.model, experts.num_experts
-    prefix, use = f"decoder.layers.{layer}.mlp", f"layer.{layer}"
     # Every tp rank routes its own slice of the tokens, with sequence parallelism or without.
     partial = ("tp",) if table.parallel.tp > 1 else ()
     table.specs.append(
@@ -293,7 +290,7 @@ def _experts(table: _Table, experts: ExpertShape, layer: int) -> None:
     table.stack(f"{prefix}.experts.linear_fc2", n, experts.ffn_hidden_size, use, is_row=True)
     if experts.shared_ffn_hidden_size:
         shared = f"{prefix}.shared_experts"
-        _mlp(table, shared, layer, experts.shared_ffn_hidden_size, bias=False)
+        _mlp(table, shared, use, experts.shared_ffn_hidden_size, bias=False)
         if experts.shared_gate:
             table.specs.append(
                 ParamSpec(
@@ -305,6 +302,18 @@ def _experts(table: _Table, experts: ExpertShape, layer: int) -> None:
                     matrix=(1, model.hidden_size),
                 )
             )
+
+
+def _layer(table: _Table, prefix: str, use: str, *, is_moe: bool) -> None:
+    """One Transformer layer."""
+    model = table.model
+    table.norm(f"{prefix}.input_layernorm", model.hidden_size, use, table.token_partial)
+    _attention(table, f"{prefix}.self_attention", use)
+    table.norm(f"{prefix}.pre_mlp_layernorm", model.hidden_size, use, table.token_partial)
+    if model.experts is not None and is_moe:
+        _experts(table, f"{prefix}.mlp", use, model.experts)
+    else:
+        _mlp(table, f"{prefix}.mlp", use, model.ffn_hidden_size, model.linear_bias)
 
 
 def model_spec(model: ModelShape, parallel: ParallelShape) -> tuple[ParamSpec, ...]:
@@ -332,14 +341,7 @@ def model_spec(model: ModelShape, parallel: ParallelShape) -> tuple[ParamSpec, .
             )
         )
     for layer in range(model.num_layers):
-        prefix, use = f"decoder.layers.{layer}", f"layer.{layer}"
-        table.norm(f"{prefix}.input_layernorm", model.hidden_size, use, table.token_partial)
-        _attention(table, layer)
-        table.norm(f"{prefix}.pre_mlp_layernorm", model.hidden_size, use, table.token_partial)
-        if model.experts is not None and model.is_moe(layer):
-            _experts(table, model.experts, layer)
-        else:
-            _mlp(table, f"{prefix}.mlp", layer, model.ffn_hidden_size, model.linear_bias)
+        _layer(table, f"decoder.layers.{layer}", f"layer.{layer}", is_moe=model.is_moe(layer))
     table.norm("decoder.final_layernorm", model.hidden_size, "final_norm", table.token_partial)
     if not model.tied:
         table.vocabulary("output_layer.weight", ("head",))
