@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.expert.dispatch import run_experts
-from megatron_lite.expert.grouped import grouped_linear
+from megatron_lite.expert.grouped import (
+    ExpertRows,
+    first_rank_bias,
+    grouped_linear,
+    grouped_linears,
+)
 from megatron_lite.expert.parts import ExpertParts
 from megatron_lite.expert.router import route_tokens
 from megatron_lite.expert.slices import slice_tokens, unslice_tokens
@@ -44,8 +49,8 @@ def moe(parts: ExpertParts, x: Tensor, sequence_parallel: bool, mb: MicrobatchCo
     tokens = x if sequence_parallel else slice_tokens(x, parts.tp)
     routing = route_tokens(parts, tokens, mb)
 
-    def experts(rows: Tensor, offsets: Tensor) -> Tensor:
-        return _experts(parts, rows, offsets, mb)
+    def experts(rows: Tensor, where: ExpertRows) -> Tensor:
+        return _experts(parts, rows, where, mb)
 
     flat = tokens.flatten(0, 1)
     out = run_experts(parts, flat, routing.ids, routing.probs, experts, mb).view(tokens.shape)
@@ -56,19 +61,16 @@ def moe(parts: ExpertParts, x: Tensor, sequence_parallel: bool, mb: MicrobatchCo
     return out
 
 
-def _experts(parts: ExpertParts, rows: Tensor, offsets: Tensor, mb: MicrobatchContext) -> Tensor:
+def _experts(parts: ExpertParts, rows: Tensor, where: ExpertRows, mb: MicrobatchContext) -> Tensor:
     """The experts of this rank on their rows, [rows, h] -> [rows, h]: a part over etp."""
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        weight = parts.params[f"experts.{name}.weight"]
-        bias = parts.params.get(f"experts.{name}.bias")
-        if name == "linear_fc2" and parts.etp.rank > 0:
-            bias = None  # the parts are added up, and the first one has it
-        return grouped_linear(x, weight, bias, offsets, mb)
-
+    params = parts.params
     names = _FIRST_GATED if parts.gated else _FIRST
-    inner = torch.cat([linear(name, rows) for name in names], dim=-1)
-    return linear("linear_fc2", activate(inner, parts.activation, parts.gated, mb.native))
+    weights = [params[f"experts.{name}.weight"] for name in names]
+    biases = [params.get(f"experts.{name}.bias") for name in names]
+    inner = grouped_linears(rows, weights, biases, where, mb)
+    inner = activate(inner, parts.activation, parts.gated, mb.native)
+    bias = first_rank_bias(params.get("experts.linear_fc2.bias"), parts.etp.rank)
+    return grouped_linear(inner, params["experts.linear_fc2.weight"], bias, where, mb)
 
 
 def _shared(

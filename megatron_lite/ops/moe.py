@@ -281,3 +281,23 @@ def combine(
     """
     run = moe_combine if native else _combine_reference
     return run(packed, probs, row_of, source)  # type: ignore[no-any-return]
+
+
+def combine_backward(
+    grad: Tensor, packed: Tensor, probs: Tensor, row_of: Tensor, source: Tensor, native: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `combine` for packed and probs, where autograd does not form them.
+
+    Args:
+        grad: [t, h] of combine's result, packed's dtype.
+        packed: of `combine`, like all that follow.
+        probs: [t, k] in the accumulation dtype.
+        row_of: of `route`.
+        source: of `route`.
+        native: by the operation, not its reference.
+
+    Returns:
+        [rows, h] in packed's dtype, [t, k] in the accumulation dtype.
+    """
+    run = moe_combine_backward if native else _combine_backward_reference
+    return run(grad, packed, probs, row_of, source)  # type: ignore[no-any-return]
