@@ -1,0 +1,191 @@
+"""What a step does about balance: counts of all its microbatches, once, over all ranks.
+
+The bias in the choice of experts moves by a fixed rate towards the experts that were chosen
+less often than the mean, once per update; the global loss keeps the counts for the next
+step. Skipped steps and evaluations move nothing. One all-reduce carries the counts of all
+layers and the figures for the log. Source: Wang et al., "Auxiliary-loss-free load balancing
+strategy for mixture-of-experts" (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.expert_plan import ExpertShape
+from megatron_lite.expert.losses import loss_terms
+from megatron_lite.expert.parts import ExpertParts
+from megatron_lite.mesh import collectives
+from megatron_lite.mesh.collectives import Work
+from megatron_lite.mesh.groups import Group
+from megatron_lite.microbatch import RoutingRecord
+
+CHOSEN, DROPPED, ENTROPY, BUSIEST = "moe/chosen", "moe/dropped", "moe/entropy", "moe/busiest"
+
+
+@dataclass(eq=False)
+class Balance:
+    """The routing of a step, summed over the ranks of a stage.
+
+    Attributes:
+        shape: the mixture.
+        parts: the MoE layers of this rank.
+        stage: the ranks that hold other tokens of the same layers.
+        sums: [layers, columns] fp64 (columns: counts and drops per expert, entropy, one per
+            loss term), on its way until `work` is waited for.
+    """
+
+    shape: ExpertShape
+    parts: Sequence[ExpertParts]
+    stage: Group
+    sums: Tensor
+    work: Work | None
+
+    @property
+    def counts(self) -> Tensor:
+        """[layers, E] fp64: how often experts were chosen in the step, before dropping."""
+        return self._ready()[:, : self.shape.num_experts]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move every router's bias and keep its counts; call after a successful update."""
+        rate = self.shape.bias_update_rate
+        for part, counts in zip(self.parts, self.counts, strict=True):
+            bias, kept = part.state("expert_bias"), part.state("expert_counts")
+            if bias is not None:
+                # Whole numbers: compared with the mean without rounding it.
+                direction = torch.sign(counts.sum() - counts * self.shape.num_experts)
+                bias.add_(direction.to(bias.dtype), alpha=rate)
+            if kept is not None:
+                kept.copy_(counts)
+
+    def log_sums(self, per_layer: bool = False) -> dict[str, Tensor]:
+        """What is to be summed over all ranks for the log, the same keys on all ranks.
+
+        Args:
+            per_layer: figures of every layer too.
+
+        Returns:
+            key -> 0-dim fp64, 0 on all ranks of a stage but the first.
+        """
+        figures = self._figures() * (self.stage.rank == 0)
+        names = _columns(self.shape)
+        found = dict(zip(names, figures.sum(0).unbind(), strict=True))
+        if per_layer:
+            mine = {part.layer: row for part, row in zip(self.parts, figures, strict=True)}
+            nothing = figures.new_zeros(len(names))
+            for layer in self.shape.layers:
+                row = mine.get(layer, nothing).unbind()
+                found |= {_of(name, layer): value for name, value in zip(names, row, strict=True)}
+        return found
+
+    def _figures(self) -> Tensor:
+        """[layers, len(_columns)]: what the log shows of a layer, as sums."""
+        e = self.shape.num_experts
+        sums, counts = self._ready(), self.counts
+        chosen = counts.sum(1)
+        if not len(self.parts):
+            return sums.new_zeros(0, len(_columns(self.shape)))
+        busiest = counts.amax(1) * e / chosen.clamp(min=1)
+        dropped = sums[:, e : 2 * e].sum(1)
+        columns = torch.stack([chosen, dropped, sums[:, 2 * e], busiest], dim=1)
+        return torch.cat([sums[:, 2 * e + 1 :], columns], dim=1)
+
+    def _ready(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.sums
+
+
+def start_balance(
+    shape: ExpertShape,
+    parts: Sequence[ExpertParts],
+    records: Iterable[Mapping[int, RoutingRecord]],
+    stage: Group,
+    device: torch.device | str,
+) -> Balance:
+    """Sum a step's routing over the ranks of a stage; call once, after the last pass.
+
+    Args:
+        parts: the MoE layers of this rank, in the order of all ranks of the stage.
+        records: what every pass of the step left (`LossSink.routing`), in any order.
+        stage: the group of that name.
+        device: of the parameters.
+
+    Comm: one asynchronous all-reduce over stage of 2 E + 1 + terms fp64 elements per MoE layer
+        of this rank; none without such layers.
+    """
+    terms = loss_terms(shape)
+    by_layer: dict[int, list[RoutingRecord]] = {part.layer: [] for part in parts}
+    for routing in records:
+        for layer, record in routing.items():
+            by_layer[layer].append(record)
+    width = 2 * shape.num_experts + 1 + len(terms)
+    rows = [_sum_records(by_layer[part.layer], terms, width, device) for part in parts]
+    if not rows:
+        nothing = torch.zeros(0, width, dtype=torch.float64, device=device)
+        return Balance(shape, parts, stage, nothing, None)
+    sums = torch.stack(rows)
+    return Balance(shape, parts, stage, sums, collectives.all_reduce(sums, stage, async_op=True))
+
+
+def log_scalars(
+    shape: ExpertShape, sums: Mapping[str, float], microbatches: float, per_layer: bool = False
+) -> dict[str, float]:
+    """Turn the summed figures into what the log shows.
+
+    Args:
+        sums: of `Balance.log_sums`, over all ranks.
+        microbatches: of the global batch (its size / micro-batch size).
+        per_layer: figures of every layer too.
+
+    Returns:
+        "moe_<term>": the loss term as the training loss has it, all layers added up;
+        "moe/dropped_share" of all choices; "moe/entropy": mean over tokens and layers of the
+        scores' entropy, in nats; "moe/busiest_over_mean": load of the busiest expert against
+        the mean one, mean over layers. Per layer with "_layer_<number>".
+    """
+    found = dict(_scalars(shape, sums, microbatches, len(shape.layers), None))
+    if per_layer:
+        for layer in shape.layers:
+            found |= _scalars(shape, sums, microbatches, 1, layer)
+    return found
+
+
+def _scalars(
+    shape: ExpertShape, sums: Mapping[str, float], microbatches: float, layers: int, at: int | None
+) -> Iterator[tuple[str, float]]:
+    for term in loss_terms(shape):
+        name = _of(f"moe_{term}", at)
+        yield name, sums[name] / microbatches
+    chosen = max(sums[_of(CHOSEN, at)], 1.0)
+    yield _of("moe/dropped_share", at), sums[_of(DROPPED, at)] / chosen
+    yield _of("moe/entropy", at), sums[_of(ENTROPY, at)] * shape.topk / chosen
+    yield _of("moe/busiest_over_mean", at), sums[_of(BUSIEST, at)] / layers
+
+
+def _columns(shape: ExpertShape) -> tuple[str, ...]:
+    return (*(f"moe_{term}" for term in loss_terms(shape)), CHOSEN, DROPPED, ENTROPY, BUSIEST)
+
+
+def _of(name: str, layer: int | None) -> str:
+    return name if layer is None else f"{name}_layer_{layer}"
+
+
+def _sum_records(
+    records: Sequence[RoutingRecord], terms: Sequence[str], width: int, device: torch.device | str
+) -> Tensor:
+    """One row: counts, drops, entropy, losses of one layer in all microbatches of this rank."""
+    if not records:
+        return torch.zeros(width, dtype=torch.float64, device=device)
+    counts = torch.stack([record.counts for record in records]).sum(0)
+    dropped = torch.stack([record.dropped for record in records]).sum(0)
+    figures = [
+        torch.stack([record.entropy.double(), *(record.losses[term].double() for term in terms)])
+        for record in records
+    ]
+    return torch.cat([counts.double(), dropped.double(), torch.stack(figures).sum(0)])
