@@ -40,8 +40,16 @@ class WeightSource(Protocol):
         """Whether a backward pass has to announce itself."""
         ...
 
-    def before_forward(self, uses: tuple[str, ...], pass_id: Hashable) -> None:
-        """Return when the parameters of these use-sites are there."""
+    def before_forward(
+        self, uses: tuple[str, ...], pass_id: Hashable, *, backward_next: bool = False
+    ) -> None:
+        """Return when the parameters of these use-sites are there.
+
+        Args:
+            uses: in forward order.
+            pass_id: of stage and microbatch.
+            backward_next: behind them the pass turns back.
+        """
         ...
 
     def after_forward(self, uses: tuple[str, ...], pass_id: Hashable, *, again: bool) -> None:

@@ -24,9 +24,10 @@ from megatron_lite.shard.flat import Bucket
 from megatron_lite.shard.partial import PartialReduction, partial_axes
 from megatron_lite.shard.reduce import BucketReduction
 
-# Transient buckets under way at once: one on the wire, one behind it. More would keep the
-# memory that sharding gradients is to save.
-_MOST_TRANSIENT = 2
+# Reduce-scatters under way at once: one on the wire, one behind it. Each holds memory: on gloo
+# what it receives, as long as its bucket, and a transient bucket's gradient besides. Counted
+# and not polled, so that memory and the order of collectives do not depend on time.
+MOST_UNDER_WAY = 2
 
 
 @dataclass
@@ -113,7 +114,7 @@ class MainGradients:
             self._rounds[account.bucket].accounts.append(account)
         self._order: Sequence[int] = ()
         self._next = 0  # in the order
-        self._flying: deque[int] = deque()  # transient buckets under way, oldest first
+        self._flying: deque[int] = deque()  # buckets being scattered, oldest first
         self._open = False
         self._reported: set[str] = set()
 
@@ -253,13 +254,25 @@ class MainGradients:
             bucket = self._rounds[index]
             if only_complete and bucket.complete <= bucket.launched:
                 return
+            is_scattered = self.buckets[index].shards > 1
+            if is_scattered:
+                self._keep_flying(MOST_UNDER_WAY - 1)
             self._make_writable(index)
             bucket.flight = self._reduce(index, bucket)
             bucket.launched += 1
-            if self.buffers.is_transient(index):
+            if is_scattered:
                 self._flying.append(index)
-                while len(self._flying) > (_MOST_TRANSIENT if self.overlap else 0):
-                    self._land(self._flying.popleft())
+                if not self.overlap:
+                    self._keep_flying(0)
+
+    def _keep_flying(self, most: int) -> None:
+        """Land the oldest buckets, and send the others on to their copies."""
+        while len(self._flying) > most:
+            self._land(self._flying.popleft())
+        for index in self._flying:
+            flight = self._rounds[index].flight
+            assert flight is not None
+            flight.cross()
 
     def _reduce(self, index: int, bucket: _Rounds) -> BucketReduction:
         buffers, layout = self.buffers, self.buckets[index]

@@ -8,7 +8,7 @@ they gather the same buckets in the same order, ahead of need or not: equal bits
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 
 from megatron_lite.mesh.collectives import Work, all_gather_into
@@ -28,8 +28,8 @@ class ResidentWeights:
     is_quiet = True
     has_backward = False
 
-    def before_forward(self, uses: Uses, pass_id: Hashable) -> None:
-        """Return when the parameters of these use-sites are there."""
+    def before_forward(self, uses: Uses, pass_id: Hashable, *, backward_next: bool = False) -> None:
+        """Return when the parameters of these use-sites are there; see `WeightSource`."""
 
     def after_forward(self, uses: Uses, pass_id: Hashable, *, again: bool) -> None:
         """The forward pass is through; `again`: its backward pass will need them."""
@@ -50,53 +50,91 @@ class ResidentWeights:
         """Return when nothing is under way."""
 
 
-class UpdatedWeights(ResidentWeights):
-    """Stages 1 and 2: whole parameters, of which each rank updates its own part."""
+# Use-sites whose buckets are gathered ahead of need. All at once would hold what gloo receives
+# for all of them: the whole model once more.
+SITES_AHEAD = 2
 
-    def __init__(self, buffers: FlatBuffers, *, overlap: bool) -> None:
+
+class UpdatedWeights(ResidentWeights):
+    """Stages 1 and 2: whole parameters, of which each rank updates its own part.
+
+    Buckets travel in forward order, in runs that one use-site waits for first. A run is landed
+    when its use-site, or a later one, comes, and the runs behind it start then.
+    """
+
+    def __init__(
+        self, buffers: FlatBuffers, forward: Sequence[Sequence[str]], *, overlap: bool
+    ) -> None:
         """Prepare the gathers.
 
         Args:
             buffers: whose owned values are parts of the whole ones.
-            overlap: gather during the next forward pass, each bucket in front of its use.
+            forward: for each stage of this rank its use-sites in the order of a forward pass.
+            overlap: gather during the next forward pass, in front of the use.
         """
         self.is_quiet = not overlap
         self._buffers = buffers
         self._overlap = overlap
-        self._buckets = buckets_of_uses(buffers)
-        self._works: dict[int, Work | None] = {}
+        self._most = SITES_AHEAD if overlap else 1  # runs under way
+        self._runs = _runs_of_uses(buffers, [use for walk in forward for use in walk])
+        run_of = {index: number for number, run in enumerate(self._runs) for index in run}
+        self._last_run = {
+            use: max((run_of.get(index, -1) for index in found), default=-1)
+            for use, found in buckets_of_uses(buffers).items()
+        }
+        self._landed = self._started = len(self._runs)  # so many runs, the first ones
+        self._works: list[Work | None] = []  # of the runs under way, in order
 
-    def before_forward(self, uses: Uses, pass_id: Hashable) -> None:
-        """Wait for the gathers of these use-sites."""
-        if self._works:
-            self._wait(index for use in uses for index in self._buckets.get(use, ()))
+    def before_forward(self, uses: Uses, pass_id: Hashable, *, backward_next: bool = False) -> None:
+        """Return when the parameters of these use-sites are there, with others on their way.
+
+        Comm: one all-gather per bucket that starts, over its shard group.
+        """
+        if self._landed < len(self._runs):
+            self._land_through(max(self._last_run.get(use, -1) for use in uses))
+            self._start_ahead()
 
     def updated(self) -> None:
         """Gather every cut bucket, the first of the forward pass first.
 
-        Comm: one all-gather per bucket over its shard group.
+        Comm: one all-gather per bucket over its shard group, now or ahead of need.
         """
-        buffers = self._buffers
         self.settle()
-        for index in reversed(range(len(buffers.layout.buckets))):
-            bucket = buffers.layout.buckets[index]
-            if buffers.ownership.is_cut(bucket):
-                group = buffers.ownership.groups[bucket.key.grid].shard
-                self._works[index] = all_gather_into(
-                    buffers.values[index], buffers.owned_values[index], group, async_op=True
-                )
-                if not self._overlap:
-                    self._wait((index,))
+        self._landed = self._started = 0
+        if self._overlap:
+            self._start_ahead()
+        else:
+            self.settle()
 
     def settle(self) -> None:
-        """Wait for all gathers."""
-        self._wait(tuple(self._works))
+        """Gather what is left, and wait for it.
 
-    def _wait(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            work = self._works.pop(index, None)
-            if work is not None:
-                work.wait()
+        Comm: as `updated`; so all data ranks call it.
+        """
+        self._land_through(len(self._runs) - 1)
+
+    def _land_through(self, run: int) -> None:
+        """Wait for a run and all before it."""
+        while self._landed <= run:
+            self._start_ahead()
+            for work in self._works[: len(self._runs[self._landed])]:
+                if work is not None:
+                    work.wait()
+            del self._works[: len(self._runs[self._landed])]
+            self._landed += 1
+
+    def _start_ahead(self) -> None:
+        """Start as many runs as may be under way."""
+        buffers = self._buffers
+        while self._started < min(self._landed + self._most, len(self._runs)):
+            for index in self._runs[self._started]:
+                group = buffers.ownership.groups[buffers.layout.buckets[index].key.grid].shard
+                self._works.append(
+                    all_gather_into(
+                        buffers.values[index], buffers.owned_values[index], group, async_op=True
+                    )
+                )
+            self._started += 1
 
 
 class GatheredWeights(ResidentWeights):
@@ -131,17 +169,21 @@ class GatheredWeights(ResidentWeights):
         self._buckets = buckets_of_uses(buffers)
         self._forward = {here: after for walk in forward for here, after in pairwise(walk)}
         self._backward = {here: after for walk in backward for here, after in pairwise(walk)}
+        # A walk that ends in what its backward pass does not read: the head.
+        ends = zip(forward, backward, strict=True)
+        turns = {there[-1]: back[0] for there, back in ends if back and there[-1] not in back}
+        self._turn = {**self._forward, **turns}
         self._holders: dict[int, set[Hashable]] = {i: set() for i in buffers.gathered_buckets}
         self._ahead: set[int] = set()  # gathered for the next use-site, nobody holds them
         self._works: dict[int, Work | None] = {}
 
-    def before_forward(self, uses: Uses, pass_id: Hashable) -> None:
+    def before_forward(self, uses: Uses, pass_id: Hashable, *, backward_next: bool = False) -> None:
         """Hold these use-sites, and look ahead.
 
         Comm: one all-gather per bucket that is not there, over its shard group.
         """
         self._hold(uses, pass_id)
-        self._look_ahead(self._forward, uses[-1])
+        self._look_ahead(self._turn if backward_next else self._forward, uses[-1])
 
     def after_forward(self, uses: Uses, pass_id: Hashable, *, again: bool) -> None:
         """Let go, unless the backward pass needs them and they are to stay for it."""
@@ -242,6 +284,18 @@ def buckets_of_uses(buffers: FlatBuffers) -> Mapping[str, tuple[int, ...]]:
     return {use: tuple(buckets) for use, buckets in found.items()}
 
 
+def _runs_of_uses(buffers: FlatBuffers, order: Sequence[str]) -> list[list[int]]:
+    """The cut buckets in forward order, those together that one use-site needs first."""
+    layout = buffers.layout
+    runs: dict[str, list[int]] = {}
+    for index in reversed(range(len(layout.buckets))):
+        bucket = layout.buckets[index]
+        if buffers.ownership.is_cut(bucket):
+            uses = [use for name in bucket.names for use in layout.slots[name].physical.uses]
+            runs.setdefault(min(uses, key=order.index), []).append(index)
+    return [runs[use] for use in sorted(runs, key=order.index)]
+
+
 def build_weights(
     buffers: FlatBuffers,
     forward: Sequence[Sequence[str]],
@@ -256,5 +310,5 @@ def build_weights(
             buffers, forward, backward, overlap=overlap, reshard_after=reshard_after
         )
     if buffers.ownership.stage > 0:
-        return UpdatedWeights(buffers, overlap=overlap)
+        return UpdatedWeights(buffers, forward, overlap=overlap)
     return ResidentWeights()

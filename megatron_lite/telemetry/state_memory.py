@@ -133,10 +133,12 @@ def peak_gradient_elements(layout: DataLayout, cut: DataSharding, microbatches: 
             alive[index] = sizes[index]
             most = max(most, sum(alive.values()))
             if place == last[index]:
+                while len(flying) >= IN_FLIGHT:
+                    alive[flying.popleft()] = 0
                 alive[index] += cut.shard(layout.extents[index]) if number else 0
                 most = max(most, sum(alive.values()))
                 flying.append(index)
-                while len(flying) > (IN_FLIGHT if cut.shape.overlap_reduce else 0):
+                while flying and not cut.shape.overlap_reduce:
                     alive[flying.popleft()] = 0
     return most
 
@@ -145,17 +147,20 @@ def peak_gathered_bytes(layout: DataLayout, cut: DataSharding) -> int:
     """Most bytes of gathered parameters that exist at once.
 
     Dropped after each use (`reshard_after` forward) these are the site that computes and,
-    with overlap, the use-site after it; kept for the backward pass, everything that it reads
-    again besides; kept for the step, everything.
+    with overlap, the use-site after it, behind the head the first of the way back; kept for
+    the backward pass, everything that it reads again besides; kept for the step, everything.
     """
+    turn = layout.backward[:1] if layout.forward[-1:] != layout.backward[:1] else ()
     kept = {index for site in layout.backward for use in site for index in use}
     most, held = 0, set[int]()
     for sites in (layout.forward, layout.backward):
         for number, site in enumerate(sites):
             here = {index for use in site for index in use}
             alive = held | here
-            if cut.shape.overlap_gather and number + 1 < len(sites):
-                alive |= set(_next_use(sites[number + 1], is_forward=sites is layout.forward))
+            is_forward = sites is layout.forward
+            after = sites[number + 1 : number + 2] or (turn if is_forward else ())
+            if cut.shape.overlap_gather and after:
+                alive |= set(_next_use(after[0], is_forward=is_forward and after is not turn))
             whole = [layout.extents[index] for index in alive]
             most = max(most, _parameter_bytes(e for e in whole if cut.is_cut(e, 3)))
             if cut.shape.reshard_after == "step":

@@ -155,7 +155,8 @@ def test_from_the_second_microbatch_on_a_reduction_needs_a_shard_to_receive_into
     assert one == 4 * (2400 + 840 + 600)
     for microbatches in (2, 4):
         more = estimate_state(UNITS, BF16, sharding, microbatches=microbatches).gradient_buckets
-        assert more == one + 4 * (2400 + 840 + 600) // 2
+        # The embedding leaves as soon as only the layer behind it is being reduced.
+        assert more == 4 * (2400 + 840) * 3 // 2 > one
 
 
 def test_a_bucket_lands_before_the_next_microbatch_writes_to_it() -> None:
