@@ -79,7 +79,7 @@ def forward_only(
     """
     if mb.weights is None:
         return run(x)
-    mb.weights.before_forward((use,), mb.pass_id)
+    mb.weights.before_forward((use,), mb.pass_id, backward_next=mb.wgrads is not None)
     y = run(x)
     mb.weights.after_forward((use,), mb.pass_id, again=False)
     return y
