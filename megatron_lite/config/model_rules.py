@@ -179,6 +179,7 @@ MODEL_RULES: tuple[Rule, ...] = (
             "decoder_first_pipeline_num_layers",
             "decoder_last_pipeline_num_layers",
             "num_experts",
+            "mtp_num_layers",
             "ddp_bucket_size",
             "num_distributed_optimizer_instances",
             "distributed_timeout_minutes",
@@ -212,6 +213,23 @@ MODEL_RULES: tuple[Rule, ...] = (
     above_zero_rule("rope_scaling_factor"),
     fraction_rule("hidden_dropout"),
     fraction_rule("attention_dropout"),
+    Rule(
+        "mtp-positions",
+        lambda f: f.has("mtp_num_layers") and position_kind(f.config) == "learned_absolute",
+        lambda f: (
+            f"--mtp-num-layers {f.config.mtp_num_layers} needs --position-embedding-type rope, "
+            "yarn or none: learned positions are not those of the tokens further on"
+        ),
+    ),
+    Rule(
+        "mtp-token-mean",
+        lambda f: f.has("mtp_num_layers") and f.config.legacy_loss_normalization,
+        lambda f: (
+            f"--mtp-num-layers {f.config.mtp_num_layers} has no --legacy-loss-normalization: each "
+            "depth has its own number of targets"
+        ),
+    ),
+    at_least_rule("mtp_loss_scaling_factor", 0),
     Rule(
         "rotary-percent",
         lambda f: f.config.rotary_percent > 1,
@@ -259,7 +277,9 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
     ),
     exclusive_rule(
-        "one-activation", "swiglu", "squared_relu", "openai_gelu", why="each names the activation"
+        "one-activation",
+        *("swiglu", "quick_geglu", "squared_relu", "openai_gelu"),
+        why="each names the activation",
     ),
     exclusive_rule("one-precision", "fp16", "bf16", "fp64", why="each names the compute format"),
     exclusive_rule(

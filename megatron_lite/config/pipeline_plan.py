@@ -89,9 +89,9 @@ def plain_table(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
     return table
 
 
-def single_stage(num_layers: int) -> PipelineShape:
+def single_stage(num_layers: int, num_mtp: int = 0) -> PipelineShape:
     """A model that is not cut."""
-    return PipelineShape(SINGLE, 1, (0,), whole_model(num_layers))
+    return PipelineShape(SINGLE, 1, (0,), whole_model(num_layers, num_mtp))
 
 
 def asked_chunks(config: Config) -> int | None:
@@ -152,23 +152,24 @@ def cut_model(config: Config, placement: tuple[int, ...]) -> tuple[StagePart, ..
         UserError: they cannot be dealt out so.
     """
     layers, ranks = config.num_layers or 0, max(placement) + 1
+    depths = config.mtp_num_layers or 0
     if config.pipeline_model_parallel_layout is not None:
         chunks = len(placement) // ranks
-        return parse_layout(config.pipeline_model_parallel_layout, layers, ranks, chunks)
+        return parse_layout(config.pipeline_model_parallel_layout, layers, ranks, chunks, depths)
     split = Split(
         first=config.decoder_first_pipeline_num_layers,
         last=config.decoder_last_pipeline_num_layers,
         with_embedding=config.account_for_embedding_in_pipeline_split,
         with_loss=config.account_for_loss_in_pipeline_split,
     )
-    return split_layers(layers, placement, split)
+    return split_layers(layers, placement, split, depths)
 
 
 def plan_pipeline(config: Config, num_microbatches: int) -> PipelineShape:
     """Derive the depth axis of a run whose first step has so many microbatches."""
     name = schedule_name(config)
     if name == SINGLE:
-        return single_stage(config.num_layers or 0)
+        return single_stage(config.num_layers or 0, config.mtp_num_layers or 0)
     ranks, chunks = config.pipeline_model_parallel_size, stages_per_rank(config)
     group_size = config.microbatch_group_size_per_vp_stage
     placement = place_stages(name, ranks, chunks, num_microbatches, Options(group_size=group_size))

@@ -8,8 +8,10 @@ on the consumed samples, never on the layout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from megatron_lite.config.attention_plan import SINKS, WindowShape, plan_window
 from megatron_lite.config.expert_plan import ExpertShape, plan_experts
 from megatron_lite.config.pipeline_plan import PipelineShape, plan_pipeline, stages_per_rank
 from megatron_lite.config.ramp import Ramp, count_train_iters, linear_ramp, schedule_ramp
@@ -40,7 +42,12 @@ class RotaryShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Architecture with every default resolved; sizes are logical (uncut, unpadded)."""
+    """Architecture with every default resolved; sizes are logical (uncut, unpadded).
+
+    `sinks` is what joins the softmax's denominator: "none", "zero" (a logit of 0) or "learned"
+    (one per head). Gated activations clamp both halves at `activation_limit` and add
+    `linear_offset` to the linear one.
+    """
 
     num_layers: int
     hidden_size: int
@@ -67,14 +74,33 @@ class ModelShape:
     attention_dropout: float
     init_std: float
     experts: ExpertShape | None = None
+    mtp_depths: int = 0
+    mtp_loss_factor: float = 0.0
+    sinks: str = "none"
+    window: WindowShape | None = None
+    activation_limit: float = math.inf
+    linear_offset: float = 0.0
 
     def padded_vocab_size(self, tp_size: int) -> int:
         """Return the vocabulary rounded up to a multiple of `vocab_multiple` x TP."""
         return padded_vocab_size(self.vocab_size, self.vocab_multiple, tp_size)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer has experts instead of an MLP."""
+        """Whether a layer has experts instead of an MLP; depths of MTP count on.
+
+        A layer of multi-token prediction is like the model's last one.
+        """
+        layer = min(layer, self.num_layers - 1)
         return self.experts is not None and layer in self.experts.layers
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of attention's scores."""
+        return 1.0 / math.sqrt(self.kv_channels)
+
+    def window_left(self, layer: int) -> int:
+        """Earlier keys that a layer's queries see; -1: all."""
+        return self.window.left if self.window and layer in self.window.layers else -1
 
 
 @dataclass(frozen=True)
@@ -239,10 +265,17 @@ def build_rotary(config: Config) -> RotaryShape:
     )
 
 
+def is_gated(config: Config) -> bool:
+    """Whether an MLP's first linear has a gate."""
+    return config.swiglu or config.quick_geglu
+
+
 def activation_name(config: Config) -> str:
     """Return the activation; `gelu` is the exact (erf) form."""
     if config.swiglu:
         return "silu"
+    if config.quick_geglu:
+        return "quick_gelu"
     if config.squared_relu:
         return "squared_relu"
     return "gelu_tanh" if config.openai_gelu else "gelu"
@@ -267,7 +300,7 @@ def build_model(config: Config, vocab_size: int) -> ModelShape:
         normalization=config.normalization,
         norm_epsilon=config.layernorm_epsilon,
         norm_one_plus=config.layernorm_zero_centered_gamma,
-        gated=config.swiglu,
+        gated=is_gated(config),
         activation=activation_name(config),
         linear_bias=config.add_bias_linear,
         qkv_bias=config.add_bias_linear or config.add_qkv_bias,
@@ -277,6 +310,12 @@ def build_model(config: Config, vocab_size: int) -> ModelShape:
         attention_dropout=config.attention_dropout,
         init_std=config.init_method_std,
         experts=plan_experts(config, required(config.num_layers), ffn_size(config)),
+        mtp_depths=config.mtp_num_layers or 0,
+        mtp_loss_factor=config.mtp_loss_scaling_factor,
+        sinks=SINKS[config.softmax_type],
+        window=plan_window(config, required(config.num_layers)),
+        activation_limit=config.activation_func_clamp_value or math.inf,
+        linear_offset=config.glu_linear_offset,
     )
 
 

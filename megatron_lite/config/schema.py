@@ -110,7 +110,25 @@ class ModelConfig:
         False, "Store norm weights as their difference from 1.", names=("--apply-layernorm-1p",)
     )
     qk_layernorm: bool = flag(False, "Normalise queries and keys per head.")
+    softmax_type: str = flag(
+        "vanilla",
+        "Attention's denominator: as it is, plus 1, or plus exp(a learned number per head).",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+    window_size: str | None = flag(
+        None,
+        "LEFT,0: a token sees LEFT earlier ones and itself; unset: all.",
+        unit="tokens",
+    )
+    window_attn_skip_freq: str | None = flag(
+        None, "Every n-th layer has no window, or a list like [1,0]*12 with 1 for a window."
+    )
     swiglu: bool = flag(False, "SiLU-gated MLP.")
+    quick_geglu: bool = flag(False, "MLP gated by x * sigmoid(1.702 x).")
+    activation_func_clamp_value: float | None = flag(
+        None, "Gated MLPs: the gate is at most this, the linear half within +- this."
+    )
+    glu_linear_offset: float = flag(0.0, "Gated MLPs: added to the linear half.")
     squared_relu: bool = flag(False, "Squared-ReLU MLP.")
     openai_gelu: bool = flag(False, "Tanh form of GELU (GPT-2's).")
     add_bias_linear: bool = flag(
@@ -134,6 +152,9 @@ class ModelConfig:
         0.02, "Deviation of initial weights; output projections use std/sqrt(2L)."
     )
     mtp_num_layers: int | None = flag(None, "Multi-token-prediction depths.", unit="layers")
+    mtp_loss_scaling_factor: float = flag(
+        0.1, "Weight of the mean of the losses of multi-token prediction."
+    )
     multi_latent_attention: bool = flag(False, "Multi-latent attention.")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.model.attention import KeyValueCache
 from megatron_lite.model.block import transformer_layer
 from megatron_lite.model.compile import compile_layer
+from megatron_lite.model.multi_token import further_weights, join_and_run, shift, term_name
 from megatron_lite.model.parts import LayerParts, StageParts
 from megatron_lite.model.presence import forward_only, with_parameters
 from megatron_lite.ops.dropout import bias_dropout_residual
@@ -31,12 +33,13 @@ from megatron_lite.pipeline.partition import (
     AT_FINAL_NORM,
     AT_HEAD,
     StagePart,
+    further_uses,
     whole_model,
 )
 from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.physical import PhysicalParam, physical_params
 from megatron_lite.spec.shards import local_box
-from megatron_lite.tensor.cross_entropy import head_cross_entropy, vocabulary_logits
+from megatron_lite.tensor.cross_entropy import LossTerm, head_cross_entropy, vocabulary_logits
 from megatron_lite.tensor.embedding import position_embedding, vocabulary_embedding
 from megatron_lite.tensor.linear import gather_sequence
 
@@ -63,6 +66,10 @@ class StageOptions:
     fused_attention: bool = True
     loss_chunks: int = 8
     compile_layers: bool = False
+
+
+def _further_layer(depth: int) -> str:
+    return f"mtp.{depth}.transformer_layer"
 
 
 def _register(root: nn.Module, dotted: str, param: nn.Parameter) -> None:
@@ -120,36 +127,43 @@ class GPTStage(nn.Module):
             recompute=plan.recompute,
         )
         self.stage_parts = {
-            part.stage: part for part in parts or whole_model(plan.model.num_layers)
+            part.stage: part
+            for part in parts or whole_model(plan.model.num_layers, plan.model.mtp_depths)
         }
+        held = self.stage_parts.values()
         self.layers = {
-            layer: LayerParts(self.parts, layer, self._experts(layer, groups))
-            for part in self.stage_parts.values()
+            layer: self._layer(layer, f"decoder.layers.{layer}", groups)
+            for part in held
             for layer in part.layers
+        }
+        self.further = {
+            depth: self._layer(plan.model.num_layers + depth, _further_layer(depth), groups)
+            for part in held
+            for depth in part.mtp
         }
         self._run_layer = transformer_layer
         if self.options.compile_layers:
-            self._run_layer = compile_layer(list(self.layers.values()))
+            self._run_layer = compile_layer([*self.layers.values(), *self.further.values()])
         self.vocab_range = (0, 0)  # rows of the vocabulary, where a rank has any
         for spec in specs:
             if spec.name in (WORD_EMBEDDING, OUTPUT_LAYER):
                 box = local_box(spec, coordinate, plan.parallel)
                 self.vocab_range = (box.offset[0], box.shape[0])
 
-    def _experts(self, layer: int, groups: Groups) -> ExpertParts | None:
-        """The mixture of experts of a layer, where it has one."""
-        model, prefix = self.plan.model, f"decoder.layers.{layer}.mlp."
+    def _layer(self, layer: int, prefix: str, groups: Groups) -> LayerParts:
+        """A layer, and its mixture of experts where it has one."""
+        model, inside = self.plan.model, f"{prefix}.mlp."
         if model.experts is None or not model.is_moe(layer):
-            return None
-        return ExpertParts(
+            return LayerParts(self.parts, layer, prefix)
+        experts = ExpertParts(
             shape=model.experts,
             layer=layer,
             gated=model.gated,
             activation=model.activation,
             params={
-                name.removeprefix(prefix): param
+                name.removeprefix(inside): param
                 for name, param in self._params.items()
-                if name.startswith(prefix)
+                if name.startswith(inside)
             },
             tp=groups.tp,
             tp_cp=groups.tp_cp,
@@ -157,6 +171,7 @@ class GPTStage(nn.Module):
             etp=groups.etp,
             ep=groups.ep,
         )
+        return LayerParts(self.parts, layer, prefix, experts)
 
     def allocate(self) -> None:
         """Give the parameters memory of their own, zeroed: for a stage without buckets."""
@@ -195,7 +210,8 @@ class GPTStage(nn.Module):
             part: one of `stage_parts`.
             source: [s, b] int64 tokens for the first stage, else the output of the stage
                 before, [s, b, h], under sequence parallelism this rank's [s/tp, b, h].
-            labels: [s, b] int64; the last stage reads them.
+            labels: [s, b] int64; the last stage reads them. They are the tokens that
+                multi-token prediction embeds, too.
             mb: the microbatch.
 
         Returns:
@@ -209,6 +225,22 @@ class GPTStage(nn.Module):
         if not part.head:
             return hidden
 
+        hidden = self._final_norm(hidden, mb)
+        loss = self._loss(AT_HEAD, hidden, labels, mb)
+        if mb.wgrads is not None:
+            for depth in part.mtp:
+                hidden, further = self._predict_further(depth, hidden, labels, mb)
+                loss = loss + further
+        return loss
+
+    def _loss(
+        self,
+        use: str,
+        hidden: Tensor,
+        labels: Tensor,
+        mb: MicrobatchContext,
+        term: LossTerm | None = None,
+    ) -> Tensor:
         def loss(hidden: Tensor) -> Tensor:
             return head_cross_entropy(
                 hidden,
@@ -219,9 +251,37 @@ class GPTStage(nn.Module):
                 self.tp_group,
                 self.parts.sequence_parallel,
                 mb,
+                term,
             )
 
-        return forward_only(AT_HEAD, loss, self._final_norm(hidden, mb), mb)
+        return forward_only(use, loss, hidden, mb)
+
+    def _predict_further(
+        self, depth: int, hidden: Tensor, labels: Tensor, mb: MicrobatchContext
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states and loss of a depth of multi-token prediction, in training only."""
+        at_embedding, at_layer, at_head = further_uses(depth)
+        layer, model = self.further[depth], self.plan.model
+        rotary = self._rotary(mb)
+        again = self.plan.recompute == "full"
+
+        def run(x: Tensor) -> Tensor:
+            return self._run_layer(layer, x, rotary, mb, None)
+
+        def join(pair: Tensor) -> Tensor:
+            return join_and_run(layer, f"mtp.{depth}", pair, run, mb)
+
+        embedded = forward_only(at_embedding, self._look_up(mb), shift(labels, depth), mb)
+        # One input, so that its gradient leaves when all of the depth's parameters are used.
+        pair = torch.stack((embedded, hidden))
+        hidden = with_parameters((at_layer,), partial(recompute, join) if again else join, pair, mb)
+        assert mb.loss_weights is not None
+        term = LossTerm(
+            term_name(depth),
+            further_weights(mb.loss_weights, depth),
+            model.mtp_loss_factor / model.mtp_depths,
+        )
+        return hidden, self._loss(at_head, hidden, shift(labels, depth + 1), mb, term)
 
     @property
     def _output_weight(self) -> nn.Parameter:
@@ -259,9 +319,11 @@ class GPTStage(nn.Module):
 
         return forward_only(AT_HEAD, logits, hidden, mb)
 
-    def _embed(self, tokens: Tensor, mb: MicrobatchContext) -> Tensor:
+    def _look_up(self, mb: MicrobatchContext) -> Callable[[Tensor], Tensor]:
+        """[s, b] tokens -> [s_local, b, h] embeddings of the words."""
+
         def look_up(tokens: Tensor) -> Tensor:
-            x = vocabulary_embedding(
+            return vocabulary_embedding(
                 self._params[WORD_EMBEDDING],
                 tokens,
                 self.vocab_range[0],
@@ -269,6 +331,12 @@ class GPTStage(nn.Module):
                 self.parts.sequence_parallel,
                 mb,
             )
+
+        return look_up
+
+    def _embed(self, tokens: Tensor, mb: MicrobatchContext) -> Tensor:
+        def look_up(tokens: Tensor) -> Tensor:
+            x = self._look_up(mb)(tokens)
             if POSITION_EMBEDDING in self._params:
                 x = position_embedding(x, self._params[POSITION_EMBEDDING], mb.positions, mb)
             return x
@@ -279,6 +347,13 @@ class GPTStage(nn.Module):
         self._keep("embedding", x, mb)
         return x
 
+    def _rotary(self, mb: MicrobatchContext) -> tuple[Tensor, Tensor] | None:
+        """Tables of the full sequence's positions."""
+        rotary = self.plan.model.rotary
+        if rotary is None:
+            return None
+        return rotary_table(rotary, mb.full_positions, accumulation_dtype(self.dtype))
+
     def _layers(
         self,
         part: StagePart,
@@ -286,10 +361,7 @@ class GPTStage(nn.Module):
         mb: MicrobatchContext,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        model = self.plan.model
-        rotary = None
-        if model.rotary is not None:
-            rotary = rotary_table(model.rotary, mb.full_positions, accumulation_dtype(self.dtype))
+        rotary = self._rotary(mb)
         for group, again in self._layer_groups(part, mb):
 
             def run(x: Tensor, group: Sequence[int] = group) -> Tensor:

@@ -17,11 +17,13 @@ from megatron_lite.config.plan import ModelShape
 from megatron_lite.expert.parts import ExpertParts
 from megatron_lite.mesh.groups import Group
 from megatron_lite.microbatch import MicrobatchContext
-from megatron_lite.ops.attention import causal_attention
+from megatron_lite.ops.attention import Form, causal_attention
 from megatron_lite.ops.dropout import bias_dropout_residual
 from megatron_lite.ops.norm import layer_norm, rms_norm
 from megatron_lite.ops.recompute import recompute
 from megatron_lite.tensor.linear import column_parallel_linear, row_parallel_linear
+
+SINKS = "self_attention.core_attention.softmax_offset"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,15 +63,18 @@ class LayerParts:
 
     Args:
         stage: what the stage shares.
-        index: global number of the layer.
+        index: global number of the layer; depths of multi-token prediction count on.
+        prefix: of its parameters.
         experts: its mixture of experts; None where it has an MLP.
     """
 
-    def __init__(self, stage: StageParts, index: int, experts: ExpertParts | None = None) -> None:
+    def __init__(
+        self, stage: StageParts, index: int, prefix: str, experts: ExpertParts | None = None
+    ) -> None:
         self.stage = stage
         self.index = index
         self.experts = experts
-        self.prefix = f"decoder.layers.{index}"
+        self.prefix = prefix
 
     def norm(self, name: str, x: Tensor, mb: MicrobatchContext) -> Tensor:
         """Norm over the last dim."""
@@ -106,23 +111,31 @@ class LayerParts:
         Args:
             q: [s_q, b, n, d], this rank's query heads.
             k: [s_k, b, g, d].
-            v: like k.
+            v: [s_k, b, g, d_v].
 
         Returns:
-            [s_q, b, n * d].
+            [s_q, b, n * d_v].
         """
-        stage, heads = self.stage, q.shape[2]
+        stage, shape, heads = self.stage, self.stage.shape, q.shape[2]
         first_head = stage.tp_group.rank * heads
-        dropout = stage.shape.attention_dropout
+        form = Form(shape.softmax_scale, shape.window_left(self.index), self._sinks(q))
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return causal_attention(
-                q, k, v, first_head, dropout, self.index, mb, stage.fused_attention
+                *(q, k, v, first_head, shape.attention_dropout, self.index, mb),
+                fused=stage.fused_attention,
+                form=form,
             )
 
         if stage.recompute == "selective" and mb.wgrads is not None:
             return recompute(core, q, k, v)
         return core(q, k, v)
+
+    def _sinks(self, q: Tensor) -> Tensor | None:
+        kind = self.stage.shape.sinks
+        if kind == "learned":
+            return self.stage.params[f"{self.prefix}.{SINKS}"]
+        return q.new_zeros(q.shape[2]) if kind == "zero" else None
 
     def _linear(self, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
         params = self.stage.params

@@ -46,7 +46,7 @@ NOT_DECAYED = ParamGroup("not_decayed", wd_mult=0.0)
 
 def is_end(spec: ParamSpec) -> bool:
     """Whether it is an embedding or the output layer, which `--decoupled-lr` is for."""
-    return bool(spec.uses) and ENDS.issuperset(spec.uses)
+    return bool(spec.uses) and all(use.rpartition(".")[2] in ENDS for use in spec.uses)
 
 
 def is_matrix(spec: ParamSpec) -> bool:

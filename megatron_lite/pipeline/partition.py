@@ -50,18 +50,28 @@ class StagePart:
         """Use-sites of the parameters it needs, in forward order."""
         first = (AT_EMBEDDING,) if self.embedding else ()
         last = (AT_FINAL_NORM, AT_HEAD) if self.head else ()
-        return (*first, *(f"layer.{layer}" for layer in self.layers), *last)
+        further = (use for depth in self.mtp for use in further_uses(depth))
+        return (*first, *(f"layer.{layer}" for layer in self.layers), *last, *further)
 
     @property
     def backward_uses(self) -> tuple[str, ...]:
         """Those whose backward pass reads the parameters again, in its order."""
-        ends = (AT_EMBEDDING, AT_HEAD)
+        ends = {AT_EMBEDDING, AT_HEAD}
+        for depth in self.mtp:
+            embedding, _, head = further_uses(depth)
+            ends |= {embedding, head}
         return tuple(use for use in reversed(self.uses) if use not in ends)
 
 
-def whole_model(num_layers: int) -> tuple[StagePart, ...]:
+def further_uses(depth: int) -> tuple[str, str, str]:
+    """Use-sites of a depth of multi-token prediction: embedding, its own layer, head."""
+    return f"mtp.{depth}.{AT_EMBEDDING}", f"mtp.{depth}", f"mtp.{depth}.{AT_HEAD}"
+
+
+def whole_model(num_layers: int, num_mtp: int = 0) -> tuple[StagePart, ...]:
     """Return the one stage of a model that is not cut."""
-    return (StagePart(0, tuple(range(num_layers)), embedding=True, head=True),)
+    layers, mtp = tuple(range(num_layers)), tuple(range(num_mtp))
+    return (StagePart(0, layers, embedding=True, head=True, mtp=mtp),)
 
 
 @dataclass(frozen=True)
@@ -274,6 +284,8 @@ def parse_layout(
             )
         )
         layer, depth = layer + num, depth + mtp
+    if any(part.mtp and not part.head for part in parts):
+        raise UserError(f"{where}: MTP depths (m) belong on the stage of the loss (L)")
     check_parts(parts, num_layers, num_mtp)
     return tuple(parts)
 

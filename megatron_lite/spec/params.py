@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config.expert_plan import ExpertShape
 from megatron_lite.config.plan import ModelShape, ParallelShape
+from megatron_lite.pipeline.partition import further_uses
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,17 @@ def _attention(table: _Table, prefix: str, use: str) -> None:
         partial = ("tp",) if table.parallel.tp > 1 else ()
         table.norm(f"{prefix}.q_layernorm", model.kv_channels, use, partial)
         table.norm(f"{prefix}.k_layernorm", model.kv_channels, use, partial)
+    if model.sinks == "learned":
+        table.specs.append(
+            ParamSpec(
+                name=f"{prefix}.core_attention.softmax_offset",
+                shape=(model.num_attention_heads,),
+                cuts=(Cut(0, "tp", table.parallel.tp),),
+                uses=(use,),
+                decay=False,
+                init=InitLaw("normal", model.init_std),
+            )
+        )
     table.row(f"{prefix}.linear_proj", q_rows, use, model.linear_bias)
 
 
@@ -316,6 +328,28 @@ def _layer(table: _Table, prefix: str, use: str, *, is_moe: bool) -> None:
         _mlp(table, f"{prefix}.mlp", use, model.ffn_hidden_size, model.linear_bias)
 
 
+def _further(table: _Table, depth: int) -> None:
+    """What a depth of multi-token prediction adds: two norms, their join, a layer, a norm."""
+    model, partial = table.model, table.token_partial
+    h, (_, use, _) = model.hidden_size, further_uses(depth)
+    table.norm(f"mtp.{depth}.enorm", h, use, partial)
+    table.norm(f"mtp.{depth}.hnorm", h, use, partial)
+    table.specs.append(
+        ParamSpec(
+            name=f"mtp.{depth}.eh_proj.weight",
+            shape=(h, 2 * h),
+            partial_axes=partial,
+            uses=(use,),
+            deferrable=True,
+            init=InitLaw("normal", model.init_std),
+            matrix=(h, 2 * h),
+        )
+    )
+    is_moe = model.is_moe(model.num_layers + depth)
+    _layer(table, f"mtp.{depth}.transformer_layer", use, is_moe=is_moe)
+    table.norm(f"mtp.{depth}.final_layernorm", h, use, partial)
+
+
 def model_spec(model: ModelShape, parallel: ParallelShape) -> tuple[ParamSpec, ...]:
     """List every logical parameter in forward order.
 
@@ -325,11 +359,13 @@ def model_spec(model: ModelShape, parallel: ParallelShape) -> tuple[ParamSpec, .
             name, a logical shape or an initial law.
 
     Returns:
-        The specs, embedding first, output layer last.
+        The specs, embedding first, then layers and output layer, multi-token prediction last.
     """
     table = _Table(model, parallel)
     head = ("head",) if model.tied else ()
-    table.vocabulary("embedding.word_embeddings.weight", ("embedding", *head))
+    further = [further_uses(depth) for depth in range(model.mtp_depths)]
+    again = [use for at, _, end in further for use in (at, *((end,) if model.tied else ()))]
+    table.vocabulary("embedding.word_embeddings.weight", ("embedding", *head, *again))
     if model.position == "learned_absolute":
         table.specs.append(
             ParamSpec(
@@ -344,5 +380,7 @@ def model_spec(model: ModelShape, parallel: ParallelShape) -> tuple[ParamSpec, .
         _layer(table, f"decoder.layers.{layer}", f"layer.{layer}", is_moe=model.is_moe(layer))
     table.norm("decoder.final_layernorm", model.hidden_size, "final_norm", table.token_partial)
     if not model.tied:
-        table.vocabulary("output_layer.weight", ("head",))
+        table.vocabulary("output_layer.weight", ("head", *(end for _, _, end in further)))
+    for depth in range(model.mtp_depths):
+        _further(table, depth)
     return tuple(table.specs)

@@ -17,6 +17,7 @@ once per microbatch the reduction of the hidden gradient.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,21 @@ from megatron_lite.ops.norm import accumulation_dtype
 from megatron_lite.tensor.linear import gather_sequence, reduce_scatter_sequence
 
 _CHUNK_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class LossTerm:
+    """One of the losses that a step adds up.
+
+    Attributes:
+        name: of its denominator and of its sums.
+        weights: [s, b], of each target.
+        factor: of the loss in what is minimised.
+    """
+
+    name: str
+    weights: Tensor
+    factor: float = 1.0
 
 
 def chunk_count(tokens: int, vocab_rows: int, most: int, element_bytes: int = 4) -> int:
@@ -110,16 +126,16 @@ class _HeadLoss(torch.autograd.Function):
         tp_group: Group,
         sequence_parallel: bool,
         mb: MicrobatchContext,
-        denominator: Tensor,
+        term: LossTerm,
     ) -> Tensor:
+        denominator = mb.denominators[term.name]
         full = gather_sequence(hidden, tp_group) if sequence_parallel else hidden
         s, b, h = full.shape
         flat = full.reshape(s * b, h)
         first, rows = vocab_range
         target = labels.reshape(-1) - first
         target = torch.where((target >= 0) & (target < rows), target, -1)
-        assert mb.loss_weights is not None
-        weights = mb.loss_weights.reshape(-1).to(accumulation_dtype(hidden.dtype))
+        weights = term.weights.reshape(-1).to(accumulation_dtype(hidden.dtype))
         needs_grad = mb.wgrads is not None
         grad_flat = torch.empty_like(flat) if needs_grad else None
         main = mb.wgrads.main_grad(weight) if mb.wgrads is not None else None
@@ -129,7 +145,7 @@ class _HeadLoss(torch.autograd.Function):
             flat,
             weight.detach()[:rows],
             target,
-            weights / denominator if needs_grad else None,
+            weights * term.factor / denominator if needs_grad else None,
             chunks,
             tp_group,
             main[:rows] if main is not None else None,
@@ -146,9 +162,9 @@ class _HeadLoss(torch.autograd.Function):
                 collectives.all_reduce(grad, tp_group)
             ctx.save_for_backward(grad)
         weighted = (losses * weights).view(s, b)
-        mb.losses.per_sample["lm"] = weighted.sum(0)
-        mb.losses.add("lm", weighted.sum())
-        return weighted.sum() / denominator
+        mb.losses.per_sample[term.name] = weighted.sum(0)
+        mb.losses.add(term.name, weighted.sum())
+        return weighted.sum() * term.factor / denominator
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -166,6 +182,7 @@ def head_cross_entropy(
     tp_group: Group,
     sequence_parallel: bool,
     mb: MicrobatchContext,
+    term: LossTerm | None = None,
 ) -> Tensor:
     """Weighted token loss of a microbatch, divided by the step's denominator.
 
@@ -177,13 +194,17 @@ def head_cross_entropy(
         most_chunks: upper bound of the number of chunks.
         tp_group: the tensor-parallel group.
         sequence_parallel: hidden is a slice of the sequence.
-        mb: loss weights, denominators["lm"], sinks. `mb.losses` receives the undivided sum
-            and the sums per sample.
+        mb: loss weights, denominators, sinks. `mb.losses` receives the undivided sum and the
+            sums per sample, under the term's name.
+        term: which loss; "lm" with the weights of `mb` when None.
 
     Returns:
         0-dim loss; call backward with gradient 1.
     """
     sliced = sequence_parallel and tp_group.size > 1
+    if term is None:
+        assert mb.loss_weights is not None
+        term = LossTerm("lm", mb.loss_weights)
     return _HeadLoss.apply(  # type: ignore[no-any-return]
         hidden,
         weight,
@@ -193,7 +214,7 @@ def head_cross_entropy(
         tp_group,
         sliced,
         mb,
-        mb.denominators["lm"],
+        term,
     )
 
 

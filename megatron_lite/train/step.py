@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_lite.errors import UserError
 from megatron_lite.mesh.collectives import all_gather_json
+from megatron_lite.model.multi_token import further_weights, term_name
 from megatron_lite.optim.norm import clip_coefficient
 from megatron_lite.pipeline.actions import Action, Kind
 from megatron_lite.pipeline.runner import Handler
@@ -129,6 +130,9 @@ class TrainStep:
         if self.parts.plan.model.experts is not None:
             # The losses of the router are means over the microbatches of the global batch.
             terms[MOE] = torch.full_like(terms[LM], number / groups.cp.size)
+        for depth in range(self.parts.plan.model.mtp_depths):
+            valid = [further_weights(m.weights, depth).sum() for m in self.microbatches]
+            terms[term_name(depth)] = torch.stack(valid).sum().to(terms[LM].dtype)
         self.counts = start_denominators(terms, groups.dp_cp)
         self.denominators = self.counts
         if self.parts.config.legacy_loss_normalization:

@@ -23,7 +23,7 @@ from megatron_lite.optim.ledger import (
     statistics_elements,
     trained_by,
 )
-from megatron_lite.pipeline.partition import AT_EMBEDDING, AT_FINAL_NORM, AT_HEAD
+from megatron_lite.pipeline.partition import AT_EMBEDDING
 from megatron_lite.shard.flat import FlatLayout, build_layout, default_bucket_size
 from megatron_lite.shard.units import unit_rule
 from megatron_lite.spec.physical import PhysicalParam, physical_params
@@ -198,9 +198,9 @@ def held_together(uses: Sequence[str], group: int) -> list[tuple[str, ...]]:
     """A stage's use-sites with so many layers in one, as they are recomputed."""
     layers = [use for use in uses if use.startswith("layer.")]
     grouped = [tuple(layers[start : start + group]) for start in range(0, len(layers), group)]
-    first = [(use,) for use in uses if use == AT_EMBEDDING]
-    last = [(use,) for use in uses if use in (AT_FINAL_NORM, AT_HEAD)]
-    return [*first, *grouped, *last]
+    others = [(use,) for use in uses if use not in layers]
+    first = [site for site in others if site == (AT_EMBEDDING,)]
+    return [*first, *grouped, *others[len(first) :]]
 
 
 def estimate_peak(parts: Parts, pipeline_rank: int) -> Alive:
