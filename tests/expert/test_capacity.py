@@ -1,0 +1,129 @@
+"""Capacity: who is dropped, exactly; larger than needed; dropped choices count nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lite.errors import UserError
+from megatron_lite.expert.capacity import expert_capacity, kept_choices
+from megatron_lite.expert.router import route_tokens
+from tests.expert import routing_reference as reference
+from tests.expert.routing_parts import (
+    EXPERTS,
+    PLAIN,
+    SAMPLES,
+    SEQUENCE,
+    SHAPES,
+    Sink,
+    build_parts,
+    build_tokens,
+    context,
+)
+
+TWO = replace(PLAIN, num_experts=2, topk=1, pre_softmax=True)
+
+
+def route_four(factor, policy):
+    """Four tokens that all prefer expert 0, with probabilities .9, .6, .8, .7."""
+    wanted = torch.tensor([0.9, 0.6, 0.8, 0.7], dtype=torch.float64)
+    logits = torch.stack([wanted.log(), (1 - wanted).log()], dim=1)
+    shape = replace(TWO, capacity_factor=factor, drop_policy=policy)
+    mb = context(Sink(), torch.arange(4), samples=1)
+    # Tokens are their own logits, the router is the identity.
+    parts = build_parts(shape, torch.eye(2, dtype=torch.float64))
+    routing = route_tokens(parts, logits.unsqueeze(1), mb)
+    return routing, mb.losses.routing[1]
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_c064_capacity_beyond_the_tokens_drops_none(policy):
+    routing, record = route_four(5.0, policy)
+    assert routing.ids.tolist() == [[0]] * 4
+    assert record.dropped.tolist() == [0, 0]
+    assert routing.probs.flatten().tolist() == pytest.approx([0.9, 0.6, 0.8, 0.7])
+
+
+@pytest.mark.parametrize(
+    ("policy", "ids"), [("probs", [0, -1, 0, -1]), ("position", [0, 0, -1, -1])]
+)
+def test_c064_policies_keep_their_two_tokens(policy, ids):
+    assert expert_capacity(replace(TWO, capacity_factor=1.0), 4) == 2
+    routing, record = route_four(1.0, policy)
+    assert routing.ids.flatten().tolist() == ids
+    assert record.dropped.tolist() == [2, 0]
+    assert record.counts.tolist() == [4, 0]  # the choice, before dropping
+    assert (routing.probs.flatten() == 0).tolist() == [e < 0 for e in ids]
+
+
+def test_c064_unknown_policy_is_the_users_fault():
+    with pytest.raises(UserError, match=r"--moe-token-drop-policy 'least' .*'probs', 'position'"):
+        route_four(1.0, "least")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "factor", "rows"), [(80, 1.1, 11), (80, 1.0, 10), (81, 1.0, 11), (8, 0.1, 1)]
+)
+def test_capacity_rounds_up_the_decimal_number(tokens, factor, rows):
+    assert expert_capacity(replace(PLAIN, topk=1, capacity_factor=factor), tokens) == rows
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("factor", [0.25, 0.75, 1.0])
+@pytest.mark.parametrize("name", ["post", "pre", "sigmoid_groups"])
+def test_dropping_equals_the_plain_reference(name, factor, policy):
+    free = SHAPES[name]
+    shape = replace(free, capacity_factor=factor, drop_policy=policy)
+    parts, x = build_parts(shape), build_tokens()
+    open_mb, mb = context(Sink()), context(Sink())
+    unlimited = route_tokens(build_parts(free), x, open_mb)
+    x.requires_grad_()
+    routing = route_tokens(parts, x, mb)
+    kept = torch.tensor(reference.keep(unlimited.ids.tolist(), unlimited.probs, shape))
+    assert not kept.all()
+    assert torch.equal(routing.ids, torch.where(kept, unlimited.ids, -1))
+    assert torch.equal(routing.probs, unlimited.probs * kept)
+    record, whole = mb.losses.routing[1], open_mb.losses.routing[1]
+    assert record.dropped.sum() == (~kept).sum()
+    assert torch.equal(record.counts, whole.counts) and record.losses == whole.losses
+
+
+def test_dropped_choices_have_no_gradient():
+    shape = replace(PLAIN, pre_softmax=True, capacity_factor=0.5)
+    x = build_tokens().requires_grad_()
+    routing = route_tokens(build_parts(shape), x, context(Sink()))
+    routing.probs.sum().backward()
+    lost = (routing.ids < 0).all(1).view(SEQUENCE, SAMPLES)
+    assert lost.any()
+    assert (x.grad[lost] == 0).all() and (x.grad[~lost] != 0).any(1).all()
+
+
+@given(st.data())
+def test_every_expert_keeps_as_many_as_fit(data):
+    experts = data.draw(st.integers(1, EXPERTS))
+    k = data.draw(st.integers(1, experts))
+    capacity = data.draw(st.integers(1, 20))
+    policy = data.draw(st.sampled_from(["probs", "position"]))
+    tokens = data.draw(st.integers(1, 15))
+    ids = torch.tensor([data.draw(st.permutations(range(experts)))[:k] for _ in range(tokens)])
+    level = st.sampled_from([0.0, 0.25, 0.5])  # few, so that many are equal
+    weights = torch.tensor([[data.draw(level) for _ in range(k)] for _ in range(tokens)])
+    kept = kept_choices(ids, weights, experts, capacity, policy)
+    counts = torch.bincount(ids.flatten(), minlength=experts)
+    kept_counts = torch.bincount(ids[kept], minlength=experts)
+    assert torch.equal(kept_counts, counts.clamp(max=capacity))
+    assert kept.sum() + (~kept).sum() == tokens * k
+    for expert in range(experts):
+        mine = ids == expert
+        inside, outside = (mine & kept).nonzero(), (mine & ~kept).nonzero()
+        for token, slot in inside.tolist():
+            for other, place in outside.tolist():
+                if policy == "position":
+                    assert token < other
+                else:
+                    first = (-weights[token, slot].item(), token)
+                    assert first < (-weights[other, place].item(), other)
