@@ -4,6 +4,7 @@ Every case that concerns an axis is run from this one table, so that a new axis 
 old faults. The first row is the reference.
 """
 
+import tempfile
 from collections.abc import Collection, Mapping
 
 from megatron_lite.verify.session import Layout
@@ -24,10 +25,12 @@ def _sharded(strategy: str, *more: str) -> tuple[str, ...]:
     return (SHARDING[1], strategy, "--ddp-bucket-size", "1000", *more)
 
 
-# "zero" of `axis_sizes`: parts that what is sharded over the data axis is cut into.
+# "zero" of `axis_sizes`: parts that what is sharded over the data axis is cut into; "offload":
+# places where optimizer state lies.
 SHARDING = ("--use-distributed-optimizer", "--data-parallel-sharding-strategy")
 INSTANCES = "--num-distributed-optimizer-instances"
 _GATHER_AHEAD = "--overlap-param-gather"
+_OFFLOAD = "--optimizer-offload"
 REFERENCE = "1"
 LAYOUTS: Mapping[str, Layout] = {
     layout.name: layout
@@ -56,6 +59,19 @@ LAYOUTS: Mapping[str, Layout] = {
             "zbv-dp2-params",
             4,
             (*_pipeline(2, "--pipeline-schedule", "zbv"), *_sharded("optim_grads_params")),
+        ),
+        Layout(
+            "dp2-optim-cpu",
+            2,
+            (*_sharded("optim"), _OFFLOAD, "cpu", "--optimizer-offload-fraction", "0.5"),
+        ),
+        Layout(
+            "dp2-params-disk",
+            2,
+            (
+                *_sharded("optim_grads_params"),
+                *(_OFFLOAD, "disk", "--offload-dir", tempfile.gettempdir()),
+            ),
         ),
     )
 }
@@ -86,6 +102,7 @@ def axis_sizes(layout: Layout) -> dict[str, int]:
     copies = int(words[words.index(INSTANCES) + 1]) if INSTANCES in words else 1
     is_sharded = any(flag in words for flag in SHARDING)
     sizes["zero"] = sizes["dp"] // copies if is_sharded else 1
+    sizes["offload"] = 2 if _OFFLOAD in words else 1
     return sizes
 
 

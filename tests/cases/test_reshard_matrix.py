@@ -138,7 +138,7 @@ def test_the_matrix_has_a_layout_of_every_axis() -> None:
     def cut(names: tuple[str, ...]) -> set[str]:
         return {a for name in names for a, size in axis_sizes(LAYOUTS[name]).items() if size > 1}
 
-    assert cut(RESHARD) >= {"tp", "sp", "dp", "pp", "vpp", "zero"}
+    assert cut(RESHARD) >= {"tp", "sp", "dp", "pp", "vpp", "zero", "offload"}
     assert set(FIVE) < set(RESHARD)
 
 
