@@ -7,13 +7,14 @@ ordinary MLP over the tensor group, on all tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lite.expert.dispatch import run_experts
 from megatron_lite.expert.grouped import (
     ExpertRows,
-    first_rank_bias,
     grouped_linear,
     grouped_linears,
 )
@@ -48,29 +49,51 @@ def moe(parts: ExpertParts, x: Tensor, sequence_parallel: bool, mb: MicrobatchCo
     """
     tokens = x if sequence_parallel else slice_tokens(x, parts.tp)
     routing = route_tokens(parts, tokens, mb)
+    shared: list[Tensor] = []
 
-    def experts(rows: Tensor, where: ExpertRows) -> Tensor:
-        return _experts(parts, rows, where, mb)
+    def experts(rows: Tensor, whose: ExpertRows) -> Tensor:
+        return _experts(parts, rows, whose, mb)
+
+    def meanwhile() -> None:
+        if parts.shape.shared_ffn_hidden_size:
+            shared.append(_shared(parts, x, sequence_parallel, mb))
 
     flat = tokens.flatten(0, 1)
-    out = run_experts(parts, flat, routing.ids, routing.probs, experts, mb).view(tokens.shape)
+    out = run_experts(parts, flat, routing.ids, routing.probs, experts, mb, meanwhile)
+    out = out.view(tokens.shape)
     if not sequence_parallel:
         out = unslice_tokens(out, parts.tp)
-    if parts.shape.shared_ffn_hidden_size:
-        out = out + _shared(parts, x, sequence_parallel, mb)
-    return out
+    return out + shared[0] if shared else out
 
 
-def _experts(parts: ExpertParts, rows: Tensor, where: ExpertRows, mb: MicrobatchContext) -> Tensor:
+def _experts(parts: ExpertParts, rows: Tensor, whose: ExpertRows, mb: MicrobatchContext) -> Tensor:
     """The experts of this rank on their rows, [rows, h] -> [rows, h]: a part over etp."""
     params = parts.params
     names = _FIRST_GATED if parts.gated else _FIRST
     weights = [params[f"experts.{name}.weight"] for name in names]
     biases = [params.get(f"experts.{name}.bias") for name in names]
-    inner = grouped_linears(rows, weights, biases, where, mb)
+    inner = grouped_linears(rows, weights, biases, whose, mb)
     inner = activate(inner, parts.activation, parts.gated, mb.native)
-    bias = first_rank_bias(params.get("experts.linear_fc2.bias"), parts.etp.rank)
-    return grouped_linear(inner, params["experts.linear_fc2.weight"], bias, where, mb)
+    weight, bias = params["experts.linear_fc2.weight"], params.get("experts.linear_fc2.bias")
+    if bias is None or parts.etp.rank == 0:
+        return grouped_linear(inner, weight, bias, whose, mb)
+    return _Bystander.apply(  # type: ignore[no-any-return]
+        grouped_linear(inner, weight, None, whose, mb), bias, mb
+    )
+
+
+class _Bystander(torch.autograd.Function):
+    """The parts are summed over etp and the first has the bias: here its gradient is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: nn.Parameter, mb: MicrobatchContext) -> Tensor:
+        ctx.bias, ctx.mb = bias, mb
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.mb.wgrads.put(ctx.bias, lambda main: None)
+        return grads[0], None, None
 
 
 def _shared(

@@ -173,6 +173,12 @@ class GPTStage(nn.Module):
         )
         return LayerParts(self.parts, layer, prefix, experts)
 
+    @property
+    def expert_parts(self) -> tuple[ExpertParts, ...]:
+        """The MoE layers of this rank, in forward order."""
+        layers = (*self.layers.values(), *self.further.values())
+        return tuple(layer.experts for layer in layers if layer.experts is not None)
+
     def allocate(self) -> None:
         """Give the parameters memory of their own, zeroed: for a stage without buckets."""
         for param in self._params.values():

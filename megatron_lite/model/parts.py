@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megatron_lite.config.plan import ModelShape
+from megatron_lite.expert.layer import moe
 from megatron_lite.expert.parts import ExpertParts
 from megatron_lite.mesh.groups import Group
 from megatron_lite.microbatch import MicrobatchContext
@@ -100,8 +101,6 @@ class LayerParts:
 
     def mix_experts(self, x: Tensor, mb: MicrobatchContext) -> Tensor:
         """The mixture of experts, all of its biases included."""
-        from megatron_lite.expert.layer import moe  # until all of its parts exist
-
         assert self.experts is not None
         return moe(self.experts, x, self.stage.sequence_parallel, mb)
 

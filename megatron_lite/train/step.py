@@ -9,12 +9,14 @@ collectives per step are this file's: the opening and the closing reduction.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_lite.errors import UserError
+from megatron_lite.expert.balance import Balance, log_scalars, start_balance
 from megatron_lite.mesh.collectives import all_gather_json
 from megatron_lite.model.multi_token import further_weights, term_name
 from megatron_lite.optim.norm import clip_coefficient
@@ -60,7 +62,8 @@ class StepReport:
     """What one attempted step tells the log, equal on all ranks.
 
     `learning_rate` and `weight_decay` are those this step used; `lm_loss` is the token mean
-    of its global batch; `note` says why the update was left out; `vote` is the reduced one.
+    of its global batch; `note` says why the update was left out; `vote` is the reduced one;
+    `figures` are further losses and the routers' balance, by name.
     """
 
     iteration: int
@@ -76,6 +79,7 @@ class StepReport:
     note: str
     vote: float
     num_zeros: int | None
+    figures: Mapping[str, float]
 
 
 @dataclass(eq=False)
@@ -162,10 +166,24 @@ class TrainStep:
 
     def end_pass(self, action: Action) -> None:
         """Wait for the gradient reductions, then close; every transfer has begun by now."""
+        self.start_balance()
         with self.parts.timers.measure("all-grads-sync"):
             self.parts.gradients.finish()
         with self.parts.timers.measure("optimizer-clip-main-grad"):
             self.close()
+
+    def start_balance(self) -> None:
+        """Begin to sum up what the routers did, where there are any.
+
+        Comm: see `expert.balance.start_balance`.
+        """
+        parts, shape = self.parts, self.parts.plan.model.experts
+        self.balance: Balance | None = None
+        if shape is not None:
+            routing = [sink.routing for sink in self.passes.sinks.values()]
+            self.balance = start_balance(
+                shape, parts.stage.expert_parts, routing, parts.groups.stage, parts.device
+            )
 
     def close(self) -> None:
         """Run the closing reduction and judge; every rank comes to the same verdict."""
@@ -204,6 +222,8 @@ class TrainStep:
                 self.coefficient,
                 decoupled_lr=self.parts.rates.decoupled_learning_rate,
             )
+            if self.balance is not None:
+                self.balance.update()
         if self.parts.dump is not None:
             write_dump(self.parts.dump, self)
 
@@ -235,7 +255,18 @@ class TrainStep:
             note=self.verdict.message,
             vote=self.closing.vote,
             num_zeros=round(self.closing.sums[ZEROS]) if ZEROS in self.closing.sums else None,
+            figures=self._figures(),
         )
+
+    def _figures(self) -> dict[str, float]:
+        """Further losses and what the routers did, by the names of the log."""
+        model, sums, found = self.parts.plan.model, self.closing.sums, {}
+        for depth in range(model.mtp_depths):
+            term = term_name(depth)
+            found[f"{term}_loss"] = sums[term] / float(self.counts[term])
+        if model.experts is not None:
+            found |= log_scalars(model.experts, sums, float(self.counts[MOE]))
+        return found
 
     def _timed(self, timer: str, handler: Handler) -> Handler:
         """The handler under its timer, which is off below its level."""
@@ -250,13 +281,20 @@ class TrainStep:
         """What the closing reduction sums for the log: each sample and element once."""
         losses = loss_sums(self.passes.sinks, LM)
         sums = {LM: no_loss(self.parts.device), "valid": no_loss(self.parts.device)}
+        further = [term_name(depth) for depth in range(self.parts.plan.model.mtp_depths)]
+        sums |= {term: no_loss(self.parts.device) for term in further}
         if losses and self.parts.groups.tp.rank == 0:  # tp ranks see the same samples
             scaled = [
                 losses[number].detach().to(torch.float64) * microbatch.scale
                 for number, microbatch in enumerate(self.microbatches)
             ]
             valid = [microbatch.valid for microbatch in self.microbatches]
-            sums = {LM: torch.stack(scaled).sum(), "valid": torch.stack(valid).sum()}
+            sums |= {LM: torch.stack(scaled).sum(), "valid": torch.stack(valid).sum()}
+            for term in further:
+                found = loss_sums(self.passes.sinks, term).values()
+                sums[term] = torch.stack([loss.detach().double() for loss in found]).sum()
+        if self.balance is not None:
+            sums |= self.balance.log_sums()
         if self.parts.config.log_num_zeros_in_grad:
             zeros = [
                 (piece.tensor == 0).sum(dtype=torch.float64)

@@ -106,6 +106,14 @@ def sharding_axis(strategy: str, *flags: str) -> Axis:
     return Axis("sharding", flags=words, needs="dp")
 
 
+def expert_axis(size: int, tensor: int | None = None, dispatcher: str = "alltoall") -> Axis:
+    """EP over ranks that exist already, and ETP where it is not TP; 1, 1: no cut of experts."""
+    flags = ["--expert-model-parallel-size", str(size), "--moe-token-dispatcher-type", dispatcher]
+    if tensor is not None:
+        flags += ["--expert-tensor-parallel-size", str(tensor)]
+    return Axis("ep", flags=tuple(flags))
+
+
 def native_axis(switch: str) -> Axis:
     """Native operations "on" against a reference in plain torch, or "off" against a native one."""
     return Axis(f"native-{switch}", flags=("--native-ops", switch))

@@ -30,6 +30,32 @@ MODELS: Mapping[str, str] = {
     "qwen2": f"{_LLAMA} --add-qkv-bias",
     "qwen3": f"{_LLAMA} --qk-layernorm",
 }
+_MIXTURE = (
+    f"{_LLAMA} --untie-embeddings-and-output-weights --num-experts 8 --moe-ffn-hidden-size 24"
+)
+# Mixtures of experts, with every kind of router; layers 0, 2, ... or all are MoE layers.
+MIXTURES: Mapping[str, str] = {
+    "mixtral": f"{_MIXTURE} --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001",
+    "qwen3-moe": (
+        f"{_MIXTURE} --moe-router-topk 8 --moe-router-pre-softmax --qk-layernorm "
+        "--moe-router-load-balancing-type seq_aux_loss global_aux_loss "
+        "--moe-aux-loss-coeff 0.02 0.01 --moe-layer-freq 2"
+    ),
+    "deepseek": (
+        f"{_MIXTURE} --moe-router-topk 2 --moe-router-score-function sigmoid "
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
+        "--moe-shared-expert-intermediate-size 16 --mtp-num-layers 1 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001"
+    ),
+    "biased": (  # biases of experts, a gated shared expert, capacity
+        f"{_SIZES} {_GROUPED} --ffn-hidden-size 48 --max-position-embeddings 32 --openai-gelu "
+        "--hidden-dropout 0.1 --attention-dropout 0 --num-experts 8 --moe-ffn-hidden-size 24 "
+        "--moe-router-topk 1 --moe-router-pre-softmax --moe-expert-capacity-factor 1.0 "
+        "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate "
+        "--moe-input-jitter-eps 0.01 --moe-aux-loss-coeff 0.01"
+    ),
+}
 
 
 def parity_case(
@@ -48,7 +74,7 @@ def parity_case(
     """
     return Case(
         flags=(
-            *MODELS[model].split(),
+            *(MODELS | MIXTURES)[model].split(),
             *run_flags(data, seq_length=SEQ_LENGTH, steps=steps, precision=precision),
             "--global-batch-size",
             str(batch),
