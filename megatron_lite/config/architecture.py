@@ -7,6 +7,7 @@ changing the meaning of a weight (sequence length, dropout, padding) are not amo
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from megatron_lite.config.expert_plan import ExpertShape
@@ -44,6 +45,10 @@ ARCHITECTURE_FIELDS = (
     "add_qkv_bias",
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
+    "softmax_type",
+    "window_size",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
     "num_experts",  # all that gives a router's or an expert's weight its meaning
 )
 
@@ -73,6 +78,10 @@ def architecture_facts(model: ModelShape) -> dict[str, Any]:
         model.qkv_bias,
         model.qk_norm,
         not model.tied,
+        model.sinks,
+        model.window and {"left": model.window.left, "layers": list(model.window.layers)},
+        None if model.activation_limit == math.inf else model.activation_limit,
+        model.linear_offset,
         model.experts and _expert_facts(model.experts),
     )
     return dict(zip(ARCHITECTURE_FIELDS, values, strict=True))

@@ -99,7 +99,8 @@ class ModelShape:
         return 1.0 / math.sqrt(self.kv_channels)
 
     def window_left(self, layer: int) -> int:
-        """Earlier keys that a layer's queries see; -1: all."""
+        """Earlier keys that a layer's queries see; -1: all. Depths of MTP as in `is_moe`."""
+        layer = min(layer, self.num_layers - 1)
         return self.window.left if self.window and layer in self.window.layers else -1
 
 

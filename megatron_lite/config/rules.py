@@ -7,6 +7,7 @@ hold for any config, however incomplete: a missing field has its own row.
 
 from __future__ import annotations
 
+from megatron_lite.config.attention_rules import ATTENTION_RULES
 from megatron_lite.config.batch_rules import BATCH_RULES
 from megatron_lite.config.expert_rules import EXPERT_RULES
 from megatron_lite.config.facts import Facts, Rule
@@ -24,6 +25,7 @@ from megatron_lite.errors import UserError
 
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
+    *ATTENTION_RULES,
     *LAYOUT_RULES,
     *EXPERT_RULES,
     *PIPELINE_RULES,

@@ -24,5 +24,12 @@ def mlp(layer: LayerParts, x: Tensor, mb: MicrobatchContext) -> Tensor:
     """
     shape = layer.stage.shape
     inner = layer.column_linear("mlp.linear_fc1", x, mb)
-    inner = activate(inner, shape.activation, shape.gated, mb.native)
+    inner = activate(
+        inner,
+        shape.activation,
+        shape.gated,
+        mb.native,
+        shape.activation_limit,
+        shape.linear_offset,
+    )
     return layer.row_linear("mlp.linear_fc2", inner, mb)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_lite.microbatch import MicrobatchContext
+from megatron_lite.ops.attention_sinks import add_sinks, softmax_with_sinks
 from megatron_lite.ops.norm import accumulation_dtype
 from megatron_lite.ops.random import decision_counter, flat_words, keep_mask
 from megatron_lite.ops.registration import define_operation
@@ -228,22 +229,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, T
     return attention_forward(q, k, v, *options.arguments())  # type: ignore[no-any-return]
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Let one learned logit per head join the denominator of the softmax.
-
-    Args:
-        out: [s_q, b, n, d_v] of `attend`.
-        lse: [b, n, s_q] of `attend`.
-        sinks: [n], scores of a key without value.
-
-    Returns:
-        out and lse with the sink; gradients reach q and k through lse.
-    """
-    sinks = sinks.to(lse.dtype).view(1, -1, 1)
-    share = torch.sigmoid(lse - sinks).permute(2, 0, 1).unsqueeze(-1)
-    return (out.to(lse.dtype) * share).to(out.dtype), torch.logaddexp(lse, sinks)
-
-
 def attention_mask(
     first_head: int, n: int, s: int, probability: float, layer: int, mb: MicrobatchContext
 ) -> Tensor:
@@ -256,21 +241,52 @@ def attention_mask(
     return keep_mask(flat_words(rows, s, 0, s, c2, counter, mb.seed), probability)
 
 
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What a layer's causal attention is like.
+
+    Attributes:
+        scale: of the scores.
+        window: earlier keys that a query sees; -1: all.
+        sinks: [n], this rank's logits of keys without value; None: no sinks.
+    """
+
+    scale: float
+    window: int = -1
+    sinks: Tensor | None = None
+
+
+def _seen(s_q: int, s_k: int, window: int, device: torch.device) -> Tensor:
+    """[s_q, s_k] bool; queries end where keys end (bottom-right)."""
+    seen = torch.ones(s_q, s_k, dtype=torch.bool, device=device).tril(s_k - s_q)
+    return seen if window < 0 else seen.triu(s_k - s_q - window)
+
+
 def _explicit(
-    q_bnsd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor, keep: Tensor | None, probability: float
+    q_bnsd: Tensor,
+    k_bgsd: Tensor,
+    v_bgsd: Tensor,
+    keep: Tensor | None,
+    probability: float,
+    form: Form,
+    mb: MicrobatchContext,
 ) -> Tensor:
-    """Attention with materialised probabilities; queries end where keys end (bottom-right)."""
+    """Attention with materialised probabilities."""
     b, n, s_q, d = q_bnsd.shape
     g, s_k = k_bgsd.shape[1], k_bgsd.shape[2]
     wide = accumulation_dtype(q_bnsd.dtype)
     grouped = q_bnsd.reshape(b, g, n // g * s_q, d)
-    scores = (grouped @ k_bgsd.transpose(-1, -2)).view(b, n, s_q, s_k).to(wide) / math.sqrt(d)
-    visible = torch.ones(s_q, s_k, dtype=torch.bool, device=scores.device).tril(s_k - s_q)
-    probs = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    scores = (grouped @ k_bgsd.transpose(-1, -2)).view(b, n, s_q, s_k).to(wide) * form.scale
+    unseen = ~_seen(s_q, s_k, form.window, scores.device)
+    scores = scores.masked_fill(unseen, float("-inf"))
+    if form.sinks is None:
+        probs = torch.softmax(scores, dim=-1)
+    else:
+        probs = softmax_with_sinks(scores, form.sinks, mb)
     if keep is not None:
         probs = probs * keep * (1.0 / (1.0 - probability))
-    probs = probs.to(q_bnsd.dtype).view(b, g, n // g * s_q, s_k)
-    return (probs @ v_bgsd).view(b, n, s_q, d)
+    probs = probs.to(q_bnsd.dtype).reshape(b, g, n // g * s_q, s_k)
+    return (probs @ v_bgsd).view(b, n, s_q, v_bgsd.shape[3])
 
 
 def _signed(word: int) -> int:
@@ -279,9 +295,9 @@ def _signed(word: int) -> int:
 
 
 def _causal_options(
-    q: Tensor, first_head: int, probability: float, layer: int, mb: MicrobatchContext
+    q: Tensor, first_head: int, probability: float, layer: int, mb: MicrobatchContext, form: Form
 ) -> Options:
-    base = Options(True, 0, -1, 1.0 / math.sqrt(q.shape[3]))
+    base = Options(True, 0, form.window, form.scale)
     if probability == 0.0:
         return base
     # In training this rank's heads follow each other and the positions are the whole sequence.
@@ -315,6 +331,7 @@ def causal_attention(
     layer: int,
     mb: MicrobatchContext,
     fused: bool = True,
+    form: Form | None = None,
 ) -> Tensor:
     """Attend causally.
 
@@ -322,30 +339,44 @@ def causal_attention(
         q_sbnd: [s_q, b, n, d], this rank's query heads.
         k_sbgd: [s_k, b, g, d], its KV heads; n divides by g, head i reads KV head i // (n/g).
             With s_k > s_q (cached keys) the queries are the last positions.
-        v_sbgd: like k.
+        v_sbgd: [s_k, b, g, d_v].
         first_head: logical number of the first of the query heads, which follow each other
             (dropout).
         probability: of dropping a probability; off outside training.
         layer: global layer index (dropout).
         mb: positions, sample ids, step.
-        fused: never materialise probabilities where a kernel can do without.
+        fused: never materialise probabilities where a kernel can do without: the native one
+            always, torch's without dropout, sinks and values of another width.
+        form: scale, window, sinks; default: scores over sqrt(d), no window, no sinks.
 
     Returns:
-        [s_q, b, n * d], same dtype.
+        [s_q, b, n * d_v], same dtype.
     """
+    form = form or Form(1.0 / math.sqrt(q_sbnd.shape[3]))
     dropping = probability > 0.0 and mb.training
     if fused and mb.native and _native_serves(q_sbnd, v_sbgd):
-        options = _causal_options(q_sbnd, first_head, probability if dropping else 0.0, layer, mb)
-        return attend(q_sbnd, k_sbgd, v_sbgd, options)[0].flatten(2)
+        rate = probability if dropping else 0.0
+        options = _causal_options(q_sbnd, first_head, rate, layer, mb, form)
+        out, lse = attend(q_sbnd, k_sbgd, v_sbgd, options)
+        if form.sinks is not None:
+            out = add_sinks(out, lse, form.sinks, mb)
+        return out.flatten(2)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbnd, k_sbgd, v_sbgd))
-    if fused and not dropping and q.shape[2] == k.shape[2]:
+    plain = not dropping and form.sinks is None and q.shape[2] == k.shape[2]
+    if fused and plain and q.shape[3] == v.shape[3]:
+        seen = None
+        if form.window >= 0:
+            seen = _seen(q.shape[2], k.shape[2], form.window, q.device)
         out = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            *(q, k, v, seen),
+            is_causal=seen is None,
+            scale=form.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
     else:
         keep = None
         if dropping:
             n, s = q.shape[1:3]
             keep = attention_mask(first_head, n, s, probability, layer, mb)
-        out = _explicit(q, k, v, keep, probability)
+        out = _explicit(q, k, v, keep, probability, form, mb)
     return out.permute(2, 0, 1, 3).flatten(2)

@@ -3,7 +3,8 @@
 Model FLOPs are a property of the model and the batch alone: no padding, no recomputation,
 no replicated work, so that MFU of two runs can be compared. A multiply-add is 2 FLOPs, the
 backward pass costs twice the forward pass, only matrix products count. Two conventions
-for attention: `full_square` counts all s*s pairs (Megatron's), `causal_half` exactly half.
+for attention: `full_square` counts all s*s pairs (Megatron's), `causal_half` exactly half; of
+a layer whose queries see w keys the band, s*w pairs, and without its cut corner s*w - w*w/2.
 Counted FLOPs are the matrix products one rank really runs, for tests to compare.
 """
 
@@ -62,6 +63,13 @@ def layer_matmul_weights(model: ModelShape, layer: int) -> int:
     return attention_matmul_weights(model) + mlp + sliced_matmul_weights(model, layer)
 
 
+def _twice_visible(model: ModelShape, layer: int, convention: str) -> int:
+    """Twice the keys that count for a token, on average."""
+    s, left = model.seq_length, model.window_left(layer)
+    width = s if left < 0 else min(left + 1, s)
+    return 2 * width if convention == "full_square" else (2 * s * width - width * width) // s
+
+
 def model_flops_per_token(model: ModelShape, convention: str = "full_square") -> int:
     """Forward and backward FLOPs of the model for one token of a full sequence.
 
@@ -77,11 +85,10 @@ def model_flops_per_token(model: ModelShape, convention: str = "full_square") ->
     weights = sum(layer_matmul_weights(model, layer) for layer in range(model.num_layers))
     weights += model.hidden_size * model.vocab_size
     query_size = model.num_attention_heads * model.kv_channels
-    pairs = 2 * model.seq_length * query_size * model.num_layers  # scores and values
+    visible = sum(_twice_visible(model, layer, convention) for layer in range(model.num_layers))
+    pairs = query_size * visible  # scores and values
     linear_flops = FORWARD_AND_BACKWARD * FLOPS_PER_MULTIPLY_ADD * weights
     attention_flops = FORWARD_AND_BACKWARD * FLOPS_PER_MULTIPLY_ADD * pairs
-    if convention == "causal_half":
-        attention_flops //= 2
     return linear_flops + attention_flops
 
 

@@ -113,8 +113,9 @@ class ActivationShape:
     @property
     def explicit_attention(self) -> bool:
         """Whether [s, s] probabilities are formed."""
-        dropping = self.model.attention_dropout > 0.0 and not self.native
-        return dropping or not self.fused_attention
+        model = self.model
+        explicit = model.attention_dropout > 0.0 or model.sinks != "none"
+        return (explicit and not self.native) or not self.fused_attention
 
     @property
     def keeps_masks(self) -> bool:
@@ -131,9 +132,9 @@ def probability_bytes(shape: ActivationShape) -> int:
     """What explicit attention keeps per layer beyond q, k and v.
 
     Per pair the softmax (wide), its compute-dtype or dropped-out copy, the dropout mask;
-    once the causal mask.
+    once the causal mask. Sinks are a column of the softmax.
     """
-    dropping = shape.model.attention_dropout > 0.0
+    dropping, sinks = shape.model.attention_dropout > 0.0, shape.model.sinks != "none"
     per_pair = shape.wide
     if dropping or shape.narrow != shape.wide:
         per_pair += shape.narrow
@@ -141,7 +142,8 @@ def probability_bytes(shape: ActivationShape) -> int:
         per_pair += 1
     heads = shape.model.num_attention_heads // shape.parallel.tp
     s = shape.model.seq_length
-    return heads * shape.tokens * s * per_pair + s * s
+    per_row = s * per_pair + (shape.wide if sinks else 0)
+    return heads * shape.tokens * per_row + s * s
 
 
 def attention_bytes(shape: ActivationShape, keep_probabilities: bool) -> int:
@@ -164,6 +166,11 @@ def attention_bytes(shape: ActivationShape, keep_probabilities: bool) -> int:
             elements += query + kv
         if keep_probabilities:
             extra = heads * shape.tokens * shape.wide  # log-sum-exp
+            if model.sinks != "none":
+                elements += query  # the context without sinks
+            if model.window is not None and not shape.native:  # torch's mask, where there is one
+                mask_bytes = model.seq_length**2 * shape.narrow
+                extra += mask_bytes * len(model.window.layers) // model.num_layers
     if model.qk_norm:
         extra += shape.tokens * (heads + kv_heads) * shape.statistics * shape.wide
     return elements * shape.tokens * shape.narrow + extra

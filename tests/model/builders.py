@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.config.attention_plan import WindowShape
 from megatron_lite.config.pipeline_plan import single_stage
 from megatron_lite.config.plan import (
     BatchPlan,
@@ -72,6 +73,17 @@ FAMILIES = {
         LLAMA, num_query_groups=1, rotary=RotaryShape(500.0, 4, True, 2.0, None), linear_bias=True
     ),
     "llama3_scaled": replace(LLAMA, rotary=RotaryShape(500000.0, 8, False, 1.0, 8.0)),
+    "gptoss": replace(
+        LLAMA,
+        linear_bias=True,
+        qkv_bias=True,
+        sinks="learned",
+        window=WindowShape(3, (0,)),
+        activation="quick_gelu",
+        activation_limit=0.3,
+        linear_offset=1.0,
+    ),
+    "off_by_one": replace(LLAMA, sinks="zero", window=WindowShape(2, (0, 1))),
     "one_plus_squared_relu": replace(
         LLAMA, norm_one_plus=True, gated=False, activation="squared_relu"
     ),

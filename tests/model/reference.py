@@ -46,7 +46,28 @@ def _rope(model: ModelShape, x: Tensor) -> Tensor:
     return torch.cat((turned, rest), dim=-1)
 
 
-def _attention(model: ModelShape, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+def _softmax(model: ModelShape, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Probabilities of scores [b, n, s, s], sinks beside them left out."""
+    if model.sinks == "none":
+        return x.softmax(-1)
+    sinks = torch.zeros(x.shape[1], dtype=x.dtype)
+    if model.sinks == "learned":
+        sinks = weights[f"{name}.core_attention.softmax_offset"]
+    return torch.cat((x, sinks.view(1, -1, 1, 1).expand(*x.shape[:-1], 1)), -1).softmax(-1)[
+        ..., :-1
+    ]
+
+
+def _hidden(model: ModelShape, layer: int, s: int) -> Tensor:
+    """[s, s]: keys that a layer's queries do not see."""
+    age = torch.arange(s).unsqueeze(1) - torch.arange(s)
+    left = model.window_left(layer)
+    return (age < 0) | (age > (s if left < 0 else left))
+
+
+def _attention(
+    model: ModelShape, weights: Mapping[str, Tensor], layer: int, name: str, x: Tensor
+) -> Tensor:
     d, n, g = model.kv_channels, model.num_attention_heads, model.num_query_groups
     q = _linear(weights, f"{name}.linear_q", x).unflatten(-1, (n, d))
     k = _linear(weights, f"{name}.linear_k", x).unflatten(-1, (g, d))
@@ -58,8 +79,8 @@ def _attention(model: ModelShape, weights: Mapping[str, Tensor], name: str, x: T
         q, k = _rope(model, q), _rope(model, k)
     k, v = (t.repeat_interleave(n // g, dim=2) for t in (k, v))
     scores = torch.einsum("sbnd,tbnd->bnst", q, k) / math.sqrt(d)
-    future = torch.ones(x.shape[0], x.shape[0]).triu(1).bool()
-    probs = scores.masked_fill(future, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(_hidden(model, layer, x.shape[0]), -torch.inf)
+    probs = _softmax(model, weights, name, scores)
     return _linear(
         weights, f"{name}.linear_proj", torch.einsum("bnst,tbnd->sbnd", probs, v).flatten(2)
     )
@@ -69,6 +90,7 @@ _ACTIVATIONS = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "silu": functional.silu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "squared_relu": lambda x: functional.relu(x) ** 2,
 }
 
@@ -76,10 +98,10 @@ _ACTIVATIONS = {
 def _mlp(model: ModelShape, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     act = _ACTIVATIONS[model.activation]
     if model.gated:
-        gate = act(_linear(weights, f"{name}.linear_gate", x))
-        return _linear(
-            weights, f"{name}.linear_fc2", gate * _linear(weights, f"{name}.linear_up", x)
-        )
+        limit = model.activation_limit
+        gate = act(_linear(weights, f"{name}.linear_gate", x).clamp(max=limit))
+        up = _linear(weights, f"{name}.linear_up", x).clamp(-limit, limit)
+        return _linear(weights, f"{name}.linear_fc2", gate * (up + model.linear_offset))
     return _linear(weights, f"{name}.linear_fc2", act(_linear(weights, f"{name}.linear_fc1", x)))
 
 
@@ -92,7 +114,7 @@ def reference_logits(model: ModelShape, weights: Mapping[str, Tensor], tokens: T
     for layer in range(model.num_layers):
         prefix = f"decoder.layers.{layer}"
         normed = _norm(model, weights, f"{prefix}.input_layernorm", x)
-        x = x + _attention(model, weights, f"{prefix}.self_attention", normed)
+        x = x + _attention(model, weights, layer, f"{prefix}.self_attention", normed)
         normed = _norm(model, weights, f"{prefix}.pre_mlp_layernorm", x)
         x = x + _mlp(model, weights, f"{prefix}.mlp", normed)
     x = _norm(model, weights, "decoder.final_layernorm", x)

@@ -150,6 +150,37 @@ def test_autograd_and_fake_rules(native: Native, kind: str, limit: float | None)
     assert torch.autograd.gradcheck(lambda x: activate(x, kind, gated, False, bound), x)
 
 
+def gpt_oss(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """The gate of GPT-OSS's experts, with autograd's gradients."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+@pytest.mark.parametrize("limit", [math.inf, 7.0])
+@pytest.mark.parametrize("ours", [False, True], ids=["reference", "native"])
+def test_quick_gelu_with_clamp_and_offset_is_gpt_oss_s_gate(ours: bool, limit: float) -> None:
+    x, grad = drawn(5, 154, dtype=torch.float64, spread=6), drawn(5, 77, dtype=torch.float64)
+    made = []
+    for run in (
+        lambda x: activate(x, "quick_gelu", True, ours, limit, 1.0),
+        lambda x: gpt_oss(*x.chunk(2, dim=-1), limit),
+    ):
+        leaf = x.clone().requires_grad_()
+        out = run(leaf)
+        made.append((out.detach(), *torch.autograd.grad(out, leaf, grad)))
+    for got, exact in zip(*made, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-13)
+
+
+def test_an_offset_joins_the_linear_half_of_every_gate(native: Native) -> None:
+    x = drawn(2, 3, 8, dtype=torch.float64).requires_grad_()
+    for kind in KINDS:
+        gate, up = x.chunk(2, dim=-1)
+        exact = activate(gate, kind, False) * (up + 0.5)
+        torch.testing.assert_close(activate(x, kind, True, True, offset=0.5), exact)
+        assert torch.autograd.gradcheck(lambda x: activate(x, kind, True, True, 2.0, 0.5), x)  # noqa: B023
+
+
 def test_bad_input_is_refused_with_its_name(native: Native) -> None:
     x = torch.zeros(2, 4)
     with pytest.raises(RuntimeError, match="activation 'relu': legal are gelu"):

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron_lite.microbatch import MicrobatchContext
+from megatron_lite.microbatch import MicrobatchContext, WeightGradientStore
 from megatron_lite.native.load import Native
 from megatron_lite.ops import attention
-from megatron_lite.ops.attention import attend, causal_attention
+from megatron_lite.ops.attention import Form, attend, causal_attention
+from megatron_lite.ops.attention_sinks import add_sinks
 from tests.ops.attention_cases import CASES, Case, explicit, inputs, results, visible_of
 
 
@@ -85,28 +86,6 @@ def test_parts_merge_to_the_whole(native: Native) -> None:
     assert torch.allclose(sum_dq, dq, atol=1e-12)
 
 
-def test_sinks_join_the_denominator(native: Native) -> None:
-    case = Case(20, 30, heads=2)
-    q, k, v, dout, dlse = inputs(case, torch.float64)
-    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64)
-
-    def explicit_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-        scores = torch.einsum("ibnd,jbnd->bnij", q, k) * case.options.scale
-        scores = scores.masked_fill(~visible_of(case), -torch.inf)
-        column = sinks.view(1, 2, 1, 1).expand(1, 2, 20, 1)
-        joined = torch.cat((scores, column), dim=-1)
-        probs = torch.softmax(joined, -1)[..., :-1]
-        return torch.einsum("bnij,jbnd->ibnd", probs, v), torch.logsumexp(joined, -1)
-
-    def native_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-        return attention.with_sinks(*attend(q, k, v, case.options), sinks)
-
-    tensors = [q, k, v, sinks, dout, dlse]
-    got, exact = results(case, tensors, native_sinks), results(case, tensors, explicit_sinks)
-    for a, b in zip(got, exact, strict=True):
-        assert torch.allclose(a, b, rtol=1e-11, atol=1e-12)
-
-
 # ---- the model's face --------------------------------------------------------------------------
 def context(s: int, b: int, native: bool, training: bool = True) -> MicrobatchContext:
     positions = torch.arange(s)
@@ -126,10 +105,88 @@ def context(s: int, b: int, native: bool, training: bool = True) -> MicrobatchCo
     )
 
 
+class OneGradient:
+    """The main gradient of one parameter."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.grad, self.count = torch.zeros_like(param.data), 0
+
+    def main_grad(self, param: nn.Parameter) -> Tensor:
+        return self.grad
+
+    def written(self, param: nn.Parameter) -> None:
+        self.count += 1
+
+
+def explicit_face(case: Case, form: Form, tensors: list[Tensor]) -> list[Tensor]:
+    """out [s, b, n * d_v], and the gradients of q, k, v and of the sinks, by autograd."""
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    q, k, v = leaves
+    k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=2) for x in (k, v))
+    seen = visible_of(replace(case, window=form.window))
+    scores = torch.einsum("ibnd,jbnd->bnij", q, k) * form.scale
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if form.sinks is not None:
+        leaves.append(form.sinks.detach().requires_grad_())
+        column = leaves[3].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    probs = torch.softmax(scores, -1)[..., : case.k_len]
+    out = torch.einsum("bnij,jbnd->ibnd", probs, v).flatten(2)
+    return [out, *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+FORMS = {
+    "plain": Form(0.25),
+    "scaled": Form(0.9),
+    "window": Form(0.25, window=7),
+    "window_of_one": Form(0.25, window=0),
+    "sinks": Form(0.25, -1, nn.Parameter(torch.tensor([0.5, -1.0, 3.0, 0.0]).double())),
+    "sinks_window": Form(0.6, 11, nn.Parameter(torch.tensor([2.5, -1.0, 0.3, 9.0]).double())),
+    "off_by_one": Form(0.25, -1, torch.zeros(4)),
+}
+
+
+@pytest.mark.parametrize("path", ["native", "torch", "explicit"])
+@pytest.mark.parametrize("value_dim", [16, 24])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_equals_explicit_attention_on_every_path(
+    native: Native, name: str, value_dim: int, path: str
+) -> None:
+    form = FORMS[name]
+    case = Case(29, 29, heads=4, kv_heads=2, batch=2, value_dim=value_dim, layout="fused")
+    tensors = inputs(case, torch.float64)
+    tensors[3] = tensors[3].flatten(2)
+    exact = explicit_face(case, form, tensors)
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    mb = context(29, 2, path == "native")
+    if isinstance(form.sinks, nn.Parameter):
+        sink = OneGradient(form.sinks)
+        mb = replace(mb, wgrads=WeightGradientStore(sink))
+    out = causal_attention(*leaves, 8, 0.0, 2, mb, fused=path != "explicit", form=form)
+    got = [out, *torch.autograd.grad(out, leaves, tensors[3])]
+    if isinstance(form.sinks, nn.Parameter):
+        got.append(sink.grad)
+        assert sink.count == 1 and form.sinks.grad is None
+    for ours, theirs in zip(got, exact, strict=False):
+        assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_a_frozen_sink_gets_no_gradient_and_passes_the_others_on(native: Native) -> None:
+    case = Case(20, 20, heads=2, batch=1)
+    sinks = nn.Parameter(torch.ones(2), requires_grad=False)
+    sink = OneGradient(sinks)
+    q, k, v, _, _ = inputs(case, torch.float64)
+    out, lse = attend(q.requires_grad_(), k, v, case.options)
+    mb = replace(context(20, 1, True), wgrads=WeightGradientStore(sink))
+    add_sinks(out, lse, sinks, mb).sum().backward()
+    assert sink.count == 0 and q.grad is not None and q.grad.norm() > 0
+
+
 @pytest.mark.parametrize("probability", [0.0, 0.3])
 @pytest.mark.parametrize("s", [29, 64])
+@pytest.mark.parametrize("form", [None, *(FORMS[n] for n in ("sinks_window", "off_by_one"))])
 def test_native_changes_only_rounding_in_the_model(
-    native: Native, s: int, probability: float
+    native: Native, s: int, probability: float, form: Form | None
 ) -> None:
     case = Case(s, s, heads=4, kv_heads=2, batch=2, layout="fused")
     tensors = inputs(case, torch.float64)
@@ -137,7 +194,8 @@ def test_native_changes_only_rounding_in_the_model(
 
     def face(native: bool) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-        out = causal_attention(*leaves, 8, probability, 2, context(s, 2, native))
+        mb = context(s, 2, native)
+        out = causal_attention(*leaves, 8, probability, 2, mb, form=form)
         return [out, *torch.autograd.grad(out, leaves, tensors[3])]
 
     for got, exact in zip(face(True), face(False), strict=True):
@@ -146,8 +204,9 @@ def test_native_changes_only_rounding_in_the_model(
 
 def test_cached_keys_are_attended_by_the_last_positions(native: Native) -> None:
     q, k, v, _, _ = inputs(Case(1, 50, heads=4, kv_heads=2, batch=2), torch.float64)
-    made = [
-        causal_attention(q, k, v, 0, 0.3, 0, context(50, 2, native, training=False))
-        for native in (True, False)
-    ]
-    assert torch.allclose(*made, rtol=1e-12, atol=1e-13)
+    for form in (None, FORMS["sinks_window"]):
+        made = [
+            causal_attention(q, k, v, 0, 0.3, 0, context(50, 2, native, False), form=form)
+            for native in (True, False)
+        ]
+        assert torch.allclose(*made, rtol=1e-12, atol=1e-13)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_lite.config.attention_plan import WindowShape
 from megatron_lite.config.plan import ModelShape, Plan, PrecisionShape, RotaryShape
 from megatron_lite.mesh.grid import build_grids
 from megatron_lite.mesh.groups import build_groups
@@ -45,6 +46,16 @@ SHAPES: dict[str, ModelShape] = {
     "gpt2": replace(GPT2, **SIZES),
     "gpt2_dropout": replace(GPT2, **SIZES, hidden_dropout=0.1, attention_dropout=0.1),
 }
+SHAPES["gptoss"] = replace(
+    SHAPES["llama"],
+    sinks="learned",
+    window=WindowShape(5, (0, 2)),
+    activation="quick_gelu",
+    activation_limit=7.0,
+    linear_offset=1.0,
+    linear_bias=True,
+    qkv_bias=True,
+)
 SAMPLES = 2
 
 

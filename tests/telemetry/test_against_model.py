@@ -37,6 +37,7 @@ def measure(
         ("gpt2_dropout", "none", 2, False),
         ("gpt2_dropout", "selective", 1, False),
         ("gpt2_dropout", "full", 1, False),
+        ("gptoss", "none", 2, True),
     ],
 )
 def test_executed_flops_equal_the_count_of_every_rank(
@@ -67,6 +68,8 @@ def test_block_recompute_executes_only_its_layers_again(rank_pool: RankPool) -> 
         ("gpt2", "float32", 2, True),
         ("gpt2_dropout", "bfloat16", 1, False),
         ("gpt2_dropout", "float32", 4, True),
+        ("gptoss", "float32", 2, False),
+        ("gptoss", "bfloat16", 2, True),
     ],
 )
 @pytest.mark.parametrize("native", [False, True], ids=["reference", "native"])
