@@ -69,9 +69,4 @@ ATTENTION_RULES: tuple[Rule, ...] = (
         lambda f: f.config.glu_linear_offset != 0 and not is_gated(f.config),
         lambda f: f"--glu-linear-offset {f.config.glu_linear_offset} needs {GATED}",
     ),
-    Rule(
-        "offset-finite",
-        lambda f: not abs(f.config.glu_linear_offset) < float("inf"),
-        lambda f: f"--glu-linear-offset {f.config.glu_linear_offset} must be a finite number",
-    ),
 )

@@ -6,6 +6,7 @@ where we differ from Megatron. Pure formatting of values that were computed else
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -23,7 +24,7 @@ from megatron_lite.telemetry.lines import (
 from megatron_lite.telemetry.memory import MemoryLedger
 
 if TYPE_CHECKING:
-    from megatron_lite.config.plan import Plan
+    from megatron_lite.config.plan import ModelShape, Plan
 
 MIB = 2**20
 LABEL_WIDTH = 18
@@ -113,7 +114,25 @@ def _describe_model(plan: Plan) -> list[str]:
         f"{model.normalization}, positions {model.position}, embedding and output {ends}, "
         f"linear biases {'on' if model.linear_bias else 'off'}, dropout hidden "
         f"{model.hidden_dropout:g} / attention {model.attention_dropout:g}",
+        *([", ".join(variants)] if (variants := _describe_variants(model)) else []),
     ]
+
+
+def _describe_variants(model: ModelShape) -> list[str]:
+    """What differs from attention over everything and from a plain gate."""
+    found = []
+    if model.window is not None:
+        found.append(
+            f"window of {model.window.left + 1} tokens in {len(model.window.layers)} of "
+            f"{model.num_layers} layers"
+        )
+    if model.sinks != "none":
+        found.append(f"attention sinks {model.sinks}")
+    if model.activation_limit != math.inf:
+        found.append(f"MLP clamped at {model.activation_limit:g}")
+    if model.linear_offset:
+        found.append(f"its linear half plus {model.linear_offset:g}")
+    return found
 
 
 def _describe_layout(plan: Plan) -> str:

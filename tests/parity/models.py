@@ -30,6 +30,14 @@ MODELS: Mapping[str, str] = {
     "qwen2": f"{_LLAMA} --add-qkv-bias",
     "qwen3": f"{_LLAMA} --qk-layernorm",
 }
+# What the attention of newer families adds; dense, each beside the families above.
+VARIANTS: Mapping[str, str] = {
+    "gptoss-dense": (
+        f"{_LLAMA.replace('--swiglu', '--quick-geglu')} --untie-embeddings-and-output-weights "
+        "--add-qkv-bias --softmax-type learnable --window-size 5,0 --window-attn-skip-freq 2 "
+        "--activation-func-clamp-value 0.05 --glu-linear-offset 1.0"
+    ),
+}
 _MIXTURE = (
     f"{_LLAMA} --untie-embeddings-and-output-weights --num-experts 8 --moe-ffn-hidden-size 24"
 )
@@ -74,7 +82,7 @@ def parity_case(
     """
     return Case(
         flags=(
-            *(MODELS | MIXTURES)[model].split(),
+            *{**MODELS, **VARIANTS, **MIXTURES}[model].split(),
             *run_flags(data, seq_length=SEQ_LENGTH, steps=steps, precision=precision),
             "--global-batch-size",
             str(batch),

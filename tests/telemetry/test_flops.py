@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lite.config.attention_plan import WindowShape
 from megatron_lite.telemetry.flops import (
     MachinePeak,
     count_rank_gemm_flops,
@@ -50,6 +51,19 @@ def test_free_head_size_counts_by_query_channels_not_hidden_size() -> None:
     assert model_flops_per_iteration(wide, 8) - model_flops_per_iteration(tiny_model(), 8) == (
         expected
     )
+
+
+def test_a_window_counts_the_keys_that_its_layers_see() -> None:
+    full, windowed = tiny_model(), tiny_model(window=WindowShape(7, (0, 2)))
+    per_layer = 6 * 4 * 16 * 2  # FLOPs of a key seen by a token
+    for convention, pairs in (("full_square", 32 * 8), ("causal_half", 32 * 8 - 8 * 8 // 2)):
+        whole = 32 * 32 if convention == "full_square" else 32 * 32 // 2
+        difference = model_flops_per_iteration(full, 1, convention) - model_flops_per_iteration(
+            windowed, 1, convention
+        )
+        assert difference == 2 * per_layer * (whole - pairs)
+    wide = tiny_model(window=WindowShape(500, (0, 1, 2, 3)))
+    assert model_flops_per_iteration(wide, 1) == model_flops_per_iteration(full, 1)
 
 
 def test_rates_divide_by_ranks_and_an_empty_interval_has_none() -> None:

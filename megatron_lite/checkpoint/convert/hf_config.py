@@ -6,6 +6,7 @@ its name and value; a field that nobody here knows is told. Torch-free.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -239,6 +240,9 @@ def choose_family(model: ModelShape, preferred: str | None, asked: str | None) -
 
 def _misfit(family: Family, model: ModelShape) -> str | None:
     """Say what the family cannot express, None when it fits."""
+    newer = _newer_parts(model)
+    if newer:
+        return f"it has no {newer[0]}"
     have = canonical_flags(model)
     for name, value in family.flags.items():
         if have[name] != value:
@@ -253,6 +257,17 @@ def _misfit(family: Family, model: ModelShape) -> str | None:
     if model.rotary is not None and model.rotary.dim != model.kv_channels:
         return f"only {model.rotary.dim} of {model.kv_channels} channels per head are rotated"
     return None
+
+
+def _newer_parts(model: ModelShape) -> list[str]:
+    """Parts that no family of the table has."""
+    parts = {
+        "attention sinks": model.sinks != "none",
+        "sliding windows": model.window is not None,
+        "clamped gate": model.activation_limit != math.inf or model.linear_offset != 0,
+        "gate by quick GELU": model.activation == "quick_gelu",
+    }
+    return [name for name, present in parts.items() if present]
 
 
 def _inverse(choice: Choice, have: Mapping[str, Any]) -> tuple[Any, ...] | None:

@@ -150,7 +150,13 @@ def args_for(config: Config, model: ModelShape, *, tp: int, pp: int) -> dict[str
 
     Every field of ours is there under its destination; sizes are resolved, so that
     `--use-checkpoint-args` builds the same model.
+
+    Raises:
+        UserError: the model has a part whose weights are not converted.
     """
+    parts = {name: getattr(config, name) for name in NEUTRAL if hasattr(config, name)}
+    parts["expert_model_parallel_size"] = 1  # the layout of a run, not a part
+    refuse_unknown_parts(parts, "this model as a checkpoint of Megatron-LM")
     names = {row.dest for row in load_known_rows()}
     values = {
         field.name: getattr(config, field.name)
