@@ -2,9 +2,10 @@
 
 u = g / root(v), v factored for matrices (`factored.py`) and kept whole for vectors, both
 averaged with decay 1 - t^-c; u is scaled down where the root of its mean square over the
-logical tensor exceeds a threshold; a first moment of u is kept where `beta1` is not 0;
-decay is decoupled. Left out are the paper's relative step and the scale by the weight's
-own size: rates come from the schedules. State of a matrix: rows + columns numbers.
+logical tensor exceeds a threshold, in a stack each expert by itself; a first moment of u is
+kept where `beta1` is not 0; decay is decoupled. Left out are the paper's relative step and
+the scale by the weight's own size: rates come from the schedules. State of a matrix: rows +
+columns numbers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from torch import Tensor
 
 from megatron_lite.config.schema import Config
 from megatron_lite.mesh.collectives import all_reduce
-from megatron_lite.mesh.groups import Group
-from megatron_lite.optim.factored import FactoredMoments, OwnedBox, is_factored
+from megatron_lite.optim.factored import FactoredMoments, OwnedBox, Spread, is_factored
 from megatron_lite.optim.groups import ParamGroup
 from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.shards import Box
@@ -66,11 +66,7 @@ class AdafactorUpdates:
         rule: Adafactor,
         held: Sequence[tuple[ParamSpec, Box]],
         parts: Sequence[OwnedPart],
-        *,
-        shard: Group,
-        tensor: Group,
-        dtype: torch.dtype,
-        device: torch.device,
+        spread: Spread,
     ) -> None:
         """Allocate the statistics of rows and columns.
 
@@ -79,19 +75,12 @@ class AdafactorUpdates:
             held: every parameter of this tensor rank and its box, in one order on all ranks
                 of the shard and the tensor group.
             parts: disjoint; over the shard group they cover `held`.
-            shard: over which a box is spread.
-            tensor: over which boxes are cut.
-            dtype: of masters and state.
-            device: of the weights.
+            spread: over which ranks.
         """
         self.rule, self.parts = rule, parts
-        self._shard, self._tensor = shard, tensor
+        self._spread = spread
         self.moments = FactoredMoments(
-            [(spec, box) for spec, box in held if is_factored(spec)],
-            shard=shard,
-            tensor=tensor,
-            dtype=dtype,
-            device=device,
+            [(spec, box) for spec, box in held if is_factored(spec)], spread
         )
         matrices = {spec.name: i for i, spec in enumerate(self.moments.specs)}
         self._boxes = [
@@ -100,16 +89,21 @@ class AdafactorUpdates:
             else None
             for part in parts
         ]
-        tensors = {spec.name: i for i, (spec, _) in enumerate(held)}
-        self._index = [tensors[part.spec.name] for part in parts]
-        sizes = [spec.elements for spec, _ in held]
-        self._sizes = torch.tensor(sizes, dtype=dtype, device=device)
-        # How often the tensor group would count an element; 0: it need not be asked.
-        copies = [
-            tensor.size // spec.tensor_parts if spec.tensor_parts > 1 else 0 for spec, _ in held
-        ]
-        self._copies = torch.tensor(copies, dtype=dtype, device=device)
-        self._is_cut = tensor.size > 1 and any(copies)
+        # The tensors whose mean squares count: a parameter, or each expert's of a stack.
+        firsts: dict[str, int] = {}
+        sizes: list[int] = []
+        copies: list[int] = []  # how often the tensor group has an element; 0: need not be asked
+        for spec, box in held:
+            count, whole = (box.shape[0], spec.shape[0]) if spec.is_stack else (1, 1)
+            # Counted from the logical stack's first expert, as boxes are.
+            firsts[spec.name] = len(sizes) - (box.offset[0] if spec.is_stack else 0)
+            sizes += [spec.elements // whole] * count
+            is_cut = spec.tensor_parts > 1
+            copies += [spread.tensor.size // spec.tensor_parts if is_cut else 0] * count
+        self._places = [_tensors_of(part, firsts[part.spec.name]) for part in parts]
+        self._sizes = torch.tensor(sizes, dtype=spread.dtype, device=spread.device)
+        self._copies = torch.tensor(copies, dtype=spread.dtype, device=spread.device)
+        self._is_cut = spread.tensor.size > 1 and any(copies)
 
     @torch.no_grad()
     def step(self, update: int, rates: Rates) -> None:
@@ -120,7 +114,7 @@ class AdafactorUpdates:
             rates: learning rate and weight decay of a group.
 
         Comm: of the statistics (`FactoredMoments.accumulate`), then of one number per
-            parameter over the shard group and over tp.
+            parameter, or expert of a stack, over the shard group and over tp.
         """
         rule, decay = self.rule, self.rule.decay_at(update)
         self.moments.accumulate([box for box in self._boxes if box is not None], rule.eps, decay)
@@ -133,29 +127,41 @@ class AdafactorUpdates:
                 root = part.second.sqrt()
             part.gradient.div_(root)
         scales = self._scales()
-        for part, index in zip(self.parts, self._index, strict=True):
+        for part, place in zip(self.parts, self._places, strict=True):
             lr, weight_decay = rates(part.group)
             change = part.gradient
             if scales is not None:
-                change.mul_(scales[index])
+                change.view(_by_tensor(part)).mul_(scales[place].unsqueeze(1))
             if part.first is not None:
                 change = part.first.lerp_(change, 1.0 - rule.beta1)
             part.weight.mul_(1.0 - lr * weight_decay).add_(change, alpha=-lr)
 
     def _scales(self) -> Tensor | None:
-        """Factor of every held parameter's update, at most 1; None without a threshold."""
+        """Factor of every held tensor's update, at most 1; None without a threshold."""
         if self.rule.clip_threshold == 0.0:
             return None
         squares = torch.zeros_like(self._sizes)
-        for part, index in zip(self.parts, self._index, strict=True):
-            squares[index] += part.gradient.square().sum()
-        all_reduce(squares, self._shard)
+        for part, place in zip(self.parts, self._places, strict=True):
+            squares[place] += part.gradient.view(_by_tensor(part)).square().sum(1)
+        all_reduce(squares, self._spread.shard)
         if self._is_cut:
             across = torch.where(self._copies > 0, squares / self._copies, 0.0)
-            all_reduce(across, self._tensor)
+            all_reduce(across, self._spread.tensor)
             squares = torch.where(self._copies > 0, across, squares)
         root = (squares / self._sizes).sqrt() / self.rule.clip_threshold
         return root.clamp_min(1.0).reciprocal()
+
+
+def _tensors_of(part: OwnedPart, first: int) -> slice:
+    """Which of the held tensors a part belongs to."""
+    if not part.spec.is_stack:
+        return slice(first, first + 1)
+    return slice(first + part.box.offset[0], first + part.box.offset[0] + part.box.shape[0])
+
+
+def _by_tensor(part: OwnedPart) -> tuple[int, int]:
+    """[tensors, elements of each] of a part."""
+    return (part.box.shape[0] if part.spec.is_stack else 1), -1
 
 
 def build_adafactor(config: Config) -> Adafactor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_lite.mesh.groups import local_group
 from megatron_lite.optim.adafactor import Adafactor, AdafactorUpdates, OwnedPart
 from megatron_lite.optim.elementwise import GroupTensors
+from megatron_lite.optim.factored import Spread
 from megatron_lite.optim.groups import StepRates
 from megatron_lite.optim.segments import KindState, OwnedSegment, RankPlace, find_segment
 from megatron_lite.shard.buffers import FlatBuffers
@@ -49,6 +50,7 @@ class FactoredUpdates:
         self._groups, self._place = groups, place
         parts = list(_owned_parts(buffers, segments, weights, state))
         self._updates: list[AdafactorUpdates] = []
+        dtype = getattr(torch, buffers.precision.master)
         for grid in dict.fromkeys(piece.spec.grid for piece in buffers.pieces):
             shard = local_group("shard")
             if buffers.ownership.stage > 0:
@@ -58,10 +60,7 @@ class FactoredUpdates:
                     rule,
                     [(p.spec, p.box) for p in buffers.pieces if p.spec.grid == grid],
                     [part for part in parts if part.spec.grid == grid],
-                    shard=shard,
-                    tensor=place.tensor_groups[grid],
-                    dtype=getattr(torch, buffers.precision.master),
-                    device=buffers.device,
+                    Spread(shard, place.tensor_groups[grid], dtype, buffers.device),
                 )
             )
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from megatron_lite.optim.adafactor import Adafactor
-from megatron_lite.optim.factored import is_factored
+from megatron_lite.optim.factored import COLUMN, ROW, is_factored, statistic_shape
 from megatron_lite.optim.groups import ParamGroup, is_frozen
 from megatron_lite.optim.recipe import Recipe
 from megatron_lite.shard.flat import FlatLayout
@@ -22,9 +22,17 @@ def trained_by(recipe: Recipe, physicals: Sequence[PhysicalParam]) -> tuple[Phys
     return tuple(p for p in physicals if not is_frozen(p, recipe.frozen))
 
 
-def frozen_elements(recipe: Recipe, physicals: Sequence[PhysicalParam]) -> int:
-    """Elements of the stored parameters that it does not: whole on every data rank."""
-    return sum(math.prod(p.shape) for p in physicals if is_frozen(p, recipe.frozen))
+def frozen_elements(recipe: Recipe, physicals: Sequence[PhysicalParam], *, trained: bool) -> int:
+    """Elements of the stored parameters that it does not train: whole on every data rank.
+
+    Args:
+        recipe: of the run.
+        physicals: of a rank.
+        trained: of parameters that are frozen, in the compute dtype; else of state that no
+            gradient ever changes, in the masters'.
+    """
+    frozen = [p for p in physicals if is_frozen(p, recipe.frozen) and p.trained == trained]
+    return sum(math.prod(p.shape) for p in frozen)
 
 
 def state_per_element(recipe: Recipe, layout: FlatLayout) -> float:
@@ -54,4 +62,5 @@ def statistics_elements(recipe: Recipe, layout: FlatLayout) -> int:
     if not isinstance(recipe.rule, Adafactor):
         return 0
     specs = [view.spec for slot in layout.slots.values() for view in slot.physical.views]
-    return sum(sum(local_shape(spec)) for spec in specs if is_factored(spec))
+    shapes = [local_shape(spec) for spec in specs if is_factored(spec)]
+    return sum(math.prod(statistic_shape(s, kind)) for s in shapes for kind in (ROW, COLUMN))

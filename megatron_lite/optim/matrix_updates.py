@@ -20,7 +20,7 @@ from megatron_lite.optim.elementwise import GroupTensors, collect_groups
 from megatron_lite.optim.groups import ParamGroup, StepRates
 from megatron_lite.optim.muon import Muon
 from megatron_lite.optim.segments import KindState, OwnedSegment
-from megatron_lite.optim.whole_matrices import BucketMatrices, MatrixView
+from megatron_lite.optim.whole_matrices import BucketMatrices, MatrixView, matrix_views
 from megatron_lite.shard.buffers import FlatBuffers
 
 
@@ -129,5 +129,5 @@ def _matrix_views(buffers: FlatBuffers) -> dict[int, list[MatrixView]]:
     for piece in buffers.pieces:
         inside = any(a <= piece.start < b for a, b in ranges.get(piece.bucket, ()))
         if inside:
-            views[piece.bucket].append(MatrixView(piece.spec, piece.box, piece.start))
+            views[piece.bucket] += matrix_views(piece.spec, piece.box, piece.start)
     return views

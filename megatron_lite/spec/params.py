@@ -88,6 +88,11 @@ class ParamSpec:
         return math.prod(self.shape)
 
     @property
+    def is_stack(self) -> bool:
+        """Whether dim 0 counts experts, each with a parameter of its own."""
+        return any(cut.axis == "ep" for cut in self.cuts)
+
+    @property
     def tensor_cut(self) -> Cut | None:
         """The cut that divides its matrices: over "tp", of experts over "etp"."""
         return next((cut for cut in self.cuts if cut.axis in ("tp", "etp")), None)
@@ -374,6 +379,7 @@ def model_spec(model: ModelShape, parallel: ParallelShape) -> tuple[ParamSpec, .
                 partial_axes=table.token_partial,
                 uses=("embedding",),
                 init=InitLaw("normal", model.init_std),
+                matrix=(model.max_position_embeddings, model.hidden_size),
             )
         )
     for layer in range(model.num_layers):

@@ -60,6 +60,7 @@ def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
     total = sum(spec.elements for spec in parts.specs)
     facts = SummaryFacts(
         parameters=total,
+        active_parameters=active_parameters(parts),
         rank_parameters=sorted({(row[0], row[1], row[2]) for row in ranks}),
         ledgers=[estimate_ledger(parts, rank) for rank in range(groups.pp.size)],
         data=describe_data(parts, tokenizer),
@@ -82,6 +83,16 @@ def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
     telemetry.header(total, elements, seed=parts.config.seed, facts=dict(parts.facts))
     if restored.loaded:
         telemetry.event("load", restored.state.iteration, directory=restored.directory)
+
+
+def active_parameters(parts: Parts) -> int:
+    """Logical elements that one token meets: of the experts as many as it chooses."""
+    experts = parts.plan.model.experts
+    dense = sum(spec.elements for spec in parts.specs if spec.grid == "dense")
+    if experts is None:
+        return dense
+    stacked = sum(spec.elements for spec in parts.specs if spec.grid == "expert")
+    return dense + stacked // experts.num_experts * experts.topk
 
 
 def count_layers(parts: Parts) -> int:
@@ -136,13 +147,15 @@ def estimate_rank_state(parts: Parts, pipeline_rank: int) -> StateBytes:
     )
     layout = rank_buckets(parts, pipeline_rank)
     whole = statistics_elements(recipe, layout) * DTYPE_BYTES[plan.precision.master]
-    frozen = frozen_elements(recipe, rank_physicals(parts, pipeline_rank))
+    physicals = rank_physicals(parts, pipeline_rank)
     master = DTYPE_BYTES[plan.precision.master]
+    frozen = frozen_elements(recipe, physicals, trained=True) * DTYPE_BYTES[plan.precision.compute]
+    frozen += frozen_elements(recipe, physicals, trained=False) * master
     spared = sum(master - DTYPE_BYTES[dtype] for _, dtype in plan.precision.moments)
     moments = round(one.moments * state_per_element(recipe, layout)) + whole
     state = replace(
         one,
-        parameters=one.parameters + frozen * DTYPE_BYTES[plan.precision.compute],
+        parameters=one.parameters + frozen,
         moments=moments - one.moments // master * spared,  # only Adam's, which all groups have
     )
     away = offloaded_share(parts, pipeline_rank) * (state.masters + state.moments)

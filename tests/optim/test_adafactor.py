@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_lite.mesh.groups import local_group
 from megatron_lite.optim.adafactor import Adafactor, AdafactorUpdates, OwnedPart
-from megatron_lite.optim.factored import is_factored
+from megatron_lite.optim.factored import Spread, is_factored
 from megatron_lite.optim.groups import ParamGroup
 from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.shards import Box, local_box
@@ -69,10 +69,8 @@ def stepped(rank: int, tp: int, dp: int, number: int) -> float:
                     None if is_factored(spec) else torch.zeros_like(weight),
                 )
             )  # fmt: skip
-    updates = AdafactorUpdates(
-        rule, held, parts, shard=groups.dp_cp, tensor=groups.tp, dtype=torch.float64,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    spread = Spread(groups.dp_cp, groups.tp, torch.float64, torch.device("cpu"))
+    updates = AdafactorUpdates(rule, held, parts, spread)
     for update in range(1, 4):
         for part in parts:
             part.gradient.copy_(region(gradient(part.spec, update), part.box))
@@ -94,13 +92,10 @@ def test_updates_are_those_of_the_logical_tensors(
 def test_the_first_update_has_no_past_and_a_rank_one_square_is_exact() -> None:
     """Where g^2 is an outer product, its factors are all there is to know of it."""
     value = torch.outer(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.5])).double()
-    spec, box = ParamSpec("w", (3, 2), uses=("a",)), Box((0, 0), (3, 2))
+    spec, box = ParamSpec("w", (3, 2), uses=("a",), matrix=(3, 2)), Box((0, 0), (3, 2))
     part = OwnedPart(spec, box, GROUP, torch.zeros(3, 2).double(), value.clone())
-    alone = {"shard": local_group("shard"), "tensor": local_group("tp")}
-    updates = AdafactorUpdates(
-        Adafactor(0.8), [(spec, box)], [part], **alone, dtype=torch.float64,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    alone = Spread(local_group("shard"), local_group("tp"), torch.float64, torch.device("cpu"))
+    updates = AdafactorUpdates(Adafactor(0.8), [(spec, box)], [part], alone)
     updates.step(1, lambda group: (1.0, 0.0))
     torch.testing.assert_close(part.weight, -torch.ones(3, 2).double(), rtol=1e-14, atol=0)
     kinds = {kind: tensor for kind, _, tensor in updates.moments.statistics()}

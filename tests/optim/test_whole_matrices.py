@@ -13,13 +13,14 @@ from megatron_lite.optim.factored import (
     ROW,
     FactoredMoments,
     OwnedBox,
+    Spread,
     is_factored,
     statistic_spec,
 )
 from megatron_lite.optim.groups import is_matrix
 from megatron_lite.optim.muon import Muon
 from megatron_lite.optim.newton_schulz import orthogonalize, scale_factor
-from megatron_lite.optim.whole_matrices import BucketMatrices, MatrixView
+from megatron_lite.optim.whole_matrices import BucketMatrices, MatrixView, matrix_views
 from megatron_lite.spec.params import Cut, ParamSpec, model_spec
 from megatron_lite.spec.shards import Box, local_box
 from tests.pool import RankPool
@@ -38,15 +39,20 @@ def views_of(specs: list[ParamSpec], tp: int, rank: int) -> tuple[list[MatrixVie
     views, cursor = [], 3
     for spec in filter(is_matrix, specs):
         box = local_box(spec, {"tp": rank % tp}, parallel_shape(tp=tp))
-        views.append(MatrixView(spec, box, cursor))
+        views += matrix_views(spec, box, cursor)
         cursor += box.elements + 5
     return views, -(-cursor // 12) * 12
+
+
+def whole_of(view: MatrixView) -> Tensor:
+    (spec,) = (spec for spec in specs_of(1) if spec.name == view.name)
+    return logical_value(spec, torch.float64)
 
 
 def values_of(views: list[MatrixView], elements: int) -> Tensor:
     bucket = torch.full((elements,), 99.0, dtype=torch.float64)
     for view in views:
-        whole = logical_value(view.spec, torch.float64)
+        whole = whole_of(view)
         bucket[view.start : view.stop] = region(whole, view.box).reshape(-1)
     return bucket
 
@@ -61,10 +67,9 @@ def gathered(rank: int, tp: int, dp: int) -> dict[str, Any]:
     mine = values_of(views, elements)[bucket.first : bucket.last]
     bucket.start_gather(mine.clone())
     wholes = bucket.whole()
-    names = [view.spec.name for view in bucket.views]
+    names = [view.name for view in bucket.views]
     right = all(
-        torch.equal(whole, logical_value(view.spec, torch.float64))
-        for view, whole in zip(bucket.views, wholes, strict=True)
+        torch.equal(whole, whole_of(view)) for view, whole in zip(bucket.views, wholes, strict=True)
     )
     back = torch.full_like(mine, 99.0)
     bucket.take([whole + 1 for whole in wholes], back)
@@ -74,7 +79,7 @@ def gathered(rank: int, tp: int, dp: int) -> dict[str, Any]:
         outside[view.start : view.stop] = False
     expected[outside[bucket.first : bucket.last]] = 99.0
     sent = [(r.op, r.group, r.elements) for r in recorder.records]
-    cut = sum(view.box.elements for view in bucket.views if view.spec.tensor_parts > 1)
+    cut = sum(view.box.elements for view in bucket.views if view.cut is not None)
     return {
         "names": names, "right": right, "back": torch.equal(back, expected),
         "sent": sent, "elements": elements, "cut": cut, "views": len(views),
@@ -99,11 +104,11 @@ def test_every_rank_sees_the_logical_matrices_that_touch_its_range(
 
 def test_a_piece_that_all_tensor_ranks_hold_does_not_travel() -> None:
     views, elements = views_of(specs_of(4, kv_heads=1), 4, 0)
-    shared = [view for view in views if view.spec.name.endswith("linear_k.weight")]
-    assert shared and all(view.spec.tensor_parts == 1 for view in shared)
+    shared = [view for view in views if view.name.endswith("linear_k.weight")]
+    assert shared and all(view.cut is None for view in shared)
     bucket = BucketMatrices(shared, elements, local_group("shard"), local_group("tp"))
     bucket.start_gather(values_of(shared, elements))
-    assert [m.shape for m in bucket.whole()] == [view.spec.shape for view in shared]
+    assert [m.shape for m in bucket.whole()] == [view.box.shape for view in shared]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -147,7 +152,7 @@ def factored(rank: int, tp: int, dp: int) -> float:
     specs = [spec for spec in specs_of(tp) if is_factored(spec)]
     held = [(spec, local_box(spec, {"tp": groups.tp.rank}, parallel)) for spec in specs]
     moments = FactoredMoments(
-        held, shard=groups.dp_cp, tensor=groups.tp, dtype=torch.float64, device=torch.device("cpu")
+        held, Spread(groups.dp_cp, groups.tp, torch.float64, torch.device("cpu"))
     )
     worst = 0.0
     rows = {spec.name: torch.zeros(spec.shape[0], dtype=torch.float64) for spec in specs}
