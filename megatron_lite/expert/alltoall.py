@@ -33,30 +33,31 @@ class _Journey:
         received: rows from each rank.
         block: the ranks.
         work: the exchange in flight.
-        cargo: what it reads, which has to live as long.
+        cargo: what it reads, which has to live as long, and what it writes.
     """
 
     sent: list[int]
     received: list[int]
     block: Group
     work: collectives.Work | None = None
-    cargo: Tensor | None = field(default=None, repr=False)
+    cargo: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def depart(self, rows: Tensor, back: bool) -> Tensor:
-        """Start the exchange; the result may be read after `arrive`."""
+        """Start the exchange; the result may be read after `arrive`, which returns it, too."""
         here, there = (self.received, self.sent) if back else (self.sent, self.received)
         out = rows.new_empty(sum(there), rows.shape[1])
-        self.cargo = rows.contiguous()
-        self.work = collectives.all_to_all_single(
-            out, self.cargo, there, here, self.block, async_op=True
-        )
+        rows = rows.contiguous()
+        self.cargo = rows, out
+        self.work = collectives.all_to_all_single(out, rows, there, here, self.block, async_op=True)
         return out
 
-    def arrive(self) -> None:
+    def arrive(self) -> Tensor:
         """Wait for the exchange."""
-        if self.work is not None:
-            self.work.wait()
-        self.work = self.cargo = None
+        assert self.work is not None
+        assert self.cargo is not None
+        self.work.wait()
+        (_, out), self.work, self.cargo = self.cargo, None, None
+        return out
 
 
 class _Depart(torch.autograd.Function):
@@ -67,8 +68,7 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.journey.arrive()
-        return grads[0], None
+        return ctx.journey.arrive(), None  # what it is handed stands for it, see `_Arrive`
 
 
 class _Arrive(torch.autograd.Function):
@@ -81,8 +81,10 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Autograd runs later operations first: what was recorded between departure and
-        # arrival is differentiated before `_Depart.backward` waits.
-        return ctx.journey.depart(grads[0], back=True), None
+        # arrival is differentiated before `_Depart.backward` waits. Gradients have to have
+        # the shape of their tensor, so the one that travels stays with the journey.
+        ctx.journey.depart(grads[0], back=True)
+        return grads[0], None
 
 
 def _travel(rows: Tensor, journey: _Journey, meanwhile: Callable[[], object] | None) -> Tensor:

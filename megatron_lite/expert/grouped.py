@@ -250,8 +250,3 @@ def grouped_linear(
 ) -> Tensor:
     """One linear of the experts, [rows, in] -> [rows, out]; see `grouped_linears`."""
     return grouped_linears(x, (weight,), (bias,), rows, mb)
-
-
-def first_rank_bias(bias: nn.Parameter | None, etp_rank: int) -> nn.Parameter | None:
-    """Bias of a row-parallel linear: results are summed over etp, so one rank adds it."""
-    return bias if etp_rank == 0 else None

@@ -97,6 +97,8 @@ def _gather_reference(
     none = x.new_zeros(0, dtype=torch.float32)
     if row_of.numel() == 0:
         packed = x.new_zeros(source.shape[0], x.shape[1])
+        if x.requires_grad:  # still part of the graph: other ranks wait for its backward pass
+            packed = packed + x[:0].sum()
         return packed, none if probs is None else probs.new_zeros(source.shape[0])
     narrow = x.element_size() == 1  # float8 has no masked_fill
     bits = x.view(torch.uint8) if narrow else x
@@ -117,7 +119,8 @@ def _slots(packed: Tensor, row_of: Tensor) -> Tensor:
     """[t, k, h] in the accumulation dtype: rows of the slots, 0 where dropped."""
     wide = packed.to(accumulation_dtype(packed.dtype))
     if packed.shape[0] == 0:
-        return wide.new_zeros(*row_of.shape, packed.shape[1])
+        # Nothing, but still part of the graph: other ranks wait for its backward pass.
+        return wide.new_zeros(*row_of.shape, packed.shape[1]) + wide.sum()
     return wide[row_of.clamp(min=0).long()].masked_fill((row_of < 0).unsqueeze(2), 0)
 
 
