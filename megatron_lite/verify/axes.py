@@ -106,12 +106,17 @@ def sharding_axis(strategy: str, *flags: str) -> Axis:
     return Axis("sharding", flags=words, needs="dp")
 
 
-def expert_axis(size: int, tensor: int | None = None, dispatcher: str = "alltoall") -> Axis:
-    """EP over ranks that exist already, and ETP where it is not TP; 1, 1: no cut of experts."""
+def expert_axis(
+    size: int,
+    tensor: int | None = None,
+    dispatcher: str = "alltoall",
+    needs: str | None = None,
+) -> Axis:
+    """EP over ranks that other axes bring, and ETP where it is not TP."""
     flags = ["--expert-model-parallel-size", str(size), "--moe-token-dispatcher-type", dispatcher]
     if tensor is not None:
         flags += ["--expert-tensor-parallel-size", str(tensor)]
-    return Axis("ep", flags=tuple(flags))
+    return Axis("ep", flags=tuple(flags), needs=needs)
 
 
 def native_axis(switch: str) -> Axis:

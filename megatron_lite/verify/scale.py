@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_lite.config.options import Option, build_options
 from megatron_lite.config.plan import (
+    ROTARY,
     build_batch,
     ffn_size,
     head_channels,
@@ -39,6 +40,7 @@ from megatron_lite.verify.axes import (
     sharding_axis,
     tensor_axis,
 )
+from megatron_lite.verify.scale_experts import scale_experts, scaled_expert_axis
 from megatron_lite.verify.scale_pipeline import ScaledPipeline, scale_pipeline
 from megatron_lite.verify.tiny_data import write_tiny_dataset
 
@@ -162,7 +164,8 @@ def scale_down(config: Config, world_size: int, data: Path, steps: int, precisio
         pipeline = scale_pipeline(config, sizes["pp"], microbatches)
     model = scale_model(config, sizes["tp"], pipeline)
     seq_length = model.pop("seq_length")
-    kept = kept_values(config, model)
+    experts = scale_experts(config, model["num_layers"], sizes["tp"])
+    kept = kept_values(config, model | experts)
     micro = min(plan.micro_batch_size, 2)
     accumulation = scale_microbatches(microbatches, pipeline)
     batch = micro * accumulation * sizes["dp"]
@@ -185,7 +188,7 @@ def scale_down(config: Config, world_size: int, data: Path, steps: int, precisio
     )
     notes = [
         f"{name}: {getattr(config, name)} -> {value}"
-        for name, value in {**model, "seq_length": seq_length}.items()
+        for name, value in {**model, **experts, "seq_length": seq_length}.items()
         if getattr(config, name, None) != value
     ]
     notes += [f"{name}: {user[name]} -> {size}" for name, size in sizes.items()]
@@ -238,7 +241,7 @@ def scale_model(config: Config, tp: int, pipeline: ScaledPipeline | None) -> dic
 
 def scale_channels(config: Config) -> int:
     """Channels per head: 8, or more where the rotated share would not be a number of pairs."""
-    if position_kind(config) != "rope":
+    if position_kind(config) not in ROTARY:
         return 8
     share = rotary_dim(config) / head_channels(config)
     for channels in (8, 16, 32, 64):
@@ -284,6 +287,8 @@ def scaled_axes(
         axes.append(data_axis(sizes["dp"]))
     if sizes["dp"] > 1:
         axes += scale_sharding(config, sizes["dp"], needs="pp" if has_table else "dp")
+    if not has_table:
+        axes += scaled_expert_axis(config, sizes["tp"], sizes["dp"])
     if accumulates and not has_table:
         axes.append(microbatch_axis(micro))
     recompute = recompute_kind(config)
@@ -319,7 +324,7 @@ def scale_copies(config: Config, dp: int) -> int:
     return 2 if several and dp % 2 == 0 and dp > 2 else 1
 
 
-def kept_values(config: Config, scaled: Mapping[str, int]) -> dict[str, Any]:
+def kept_values(config: Config, scaled: Mapping[str, Any]) -> dict[str, Any]:
     """Destinations and values of the scaled model's flags."""
     names = [field.name for group in (ModelConfig, MoEConfig) for field in flag_fields(group)]
     values = {name: getattr(config, name) for name in (*names, *KEPT_FIELDS)}
