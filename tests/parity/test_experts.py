@@ -1,46 +1,35 @@
-"""Mixtures of experts in every layout against one process, at equal micro-batch size."""
+"""Mixtures of experts in any layout, the same numbers: against one process, by the classes.
+
+Every router, dispatcher and kind of balance meets, in pairs, EP, ETP (also other than TP),
+TP with and without SP, DP, pipelines, sharding and recomputation; the whole product with
+MLITE_PARITY_FULL=1 (`scripts/parity_full.sh`). Compared are all losses, every logical
+gradient, the norm with an active clip, updates, and the routers' balancing biases.
+"""
+
+import os
 
 import pytest
 
-from megatron_lite.verify.axes import (
-    Axis,
-    data_axis,
-    expert_axis,
-    pipeline_axis,
-    recompute_axis,
-    sequence_axis,
-    sharding_axis,
-    tensor_axis,
-)
+from megatron_lite.verify.classes import MATCH32, MATCH64
+from megatron_lite.verify.covering import Row
 from tests.parity.conftest import Certifiers
-from tests.parity.matrix import GLOBAL_BATCH_SIZE
-from tests.parity.models import MIXTURES
+from tests.parity.experts import GLOBAL_BATCH_SIZE, axes_of, expert_rows, layers_for, row_name
 
 pytestmark = pytest.mark.parity
 
-LAYOUTS: dict[str, tuple[Axis, ...]] = {
-    "tp2": (tensor_axis(2),),
-    "tp2-etp1": (tensor_axis(2), expert_axis(1, 1)),
-    "tp2-sp-ep2-etp1": (tensor_axis(2), sequence_axis(), expert_axis(2, 1)),
-    "dp2-ep2": (data_axis(2), expert_axis(2)),
-    "dp2-ep2-gather": (data_axis(2), expert_axis(2, dispatcher="allgather")),
-    "dp2-ep1-etp2": (data_axis(2), expert_axis(1, 2)),
-    "tp2-dp2-ep2": (tensor_axis(2), data_axis(2), expert_axis(2)),
-    "tp2-sp-dp2-ep4-etp1": (tensor_axis(2), sequence_axis(), data_axis(2), expert_axis(4, 1)),
-    "pp2-ep2": (data_axis(2), pipeline_axis(2), expert_axis(2)),
-    "zbv-ep2": (data_axis(2), pipeline_axis(2, "zbv"), expert_axis(2)),
-    "params-ep2": (data_axis(4), expert_axis(2), sharding_axis("optim_grads_params")),
-    "recompute-ep2": (data_axis(2), expert_axis(2), recompute_axis("full")),
-}
+ROWS = expert_rows(whole=os.environ.get("MLITE_PARITY_FULL") == "1")
 
 
-@pytest.mark.parametrize("model", MIXTURES)
-@pytest.mark.parametrize("axes", LAYOUTS.values(), ids=LAYOUTS)
-def test_experts_equal_one_process(
-    certifier_of: Certifiers, model: str, axes: tuple[Axis, ...]
-) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=row_name)
+def test_experts_equal_one_process(certifier_of: Certifiers, row: Row) -> None:
     certifier = certifier_of(
-        model, extra="--num-layers 4", steps=2, batch=GLOBAL_BATCH_SIZE, micro=2
+        row["model"],
+        str(row["precision"]),
+        f"--num-layers {layers_for(row)}",
+        steps=3,
+        batch=GLOBAL_BATCH_SIZE,
+        micro=int(str(row["micro"])),
+        limits=MATCH32 if row["precision"] == "fp32" else MATCH64,
     )
-    differences, _ = certifier.compare(axes)
-    assert not differences, str(differences[0])
+    differences, _ = certifier.compare(axes_of(row))
+    assert not differences, "\n".join(map(str, differences[:8]))
