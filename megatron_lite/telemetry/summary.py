@@ -24,6 +24,7 @@ from megatron_lite.telemetry.lines import (
 from megatron_lite.telemetry.memory import MemoryLedger
 
 if TYPE_CHECKING:
+    from megatron_lite.config.expert_plan import ExpertShape
     from megatron_lite.config.plan import ModelShape, Plan
 
 MIB = 2**20
@@ -43,6 +44,7 @@ class SummaryFacts:
 
     Attributes:
         parameters: logical elements of the model.
+        active_parameters: those that one token meets: of experts the chosen ones.
         rank_parameters: (tp_rank, pp_rank, elements) per model-parallel rank.
         ledgers: memory by pipeline rank.
         data: label -> text (sources, documents, tokenizer, fingerprint).
@@ -64,6 +66,7 @@ class SummaryFacts:
     flops_convention: str = "full_square"
     peak: MachinePeak | None = None
     table: Schedule | None = None
+    active_parameters: int | None = None
 
 
 def describe_reproducibility(compute: str) -> str:
@@ -75,7 +78,9 @@ def build_summary(plan: Plan, facts: SummaryFacts) -> str:
     """Return the whole summary, several lines, no trailing newline."""
     lines = ["start-up summary"]
     lines += [_line("model", text) for text in _describe_model(plan)]
-    lines.append(_line("parameters", f"{facts.parameters:,} in total"))
+    if plan.model.experts is not None:
+        lines += [_line("experts", text) for text in describe_experts(plan.model.experts)]
+    lines.append(_line("parameters", _describe_parameters(facts)))
     lines.append(_line("layout", _describe_layout(plan)))
     if plan.parallel.dp * plan.parallel.cp > 1:
         lines.append(_line("data axis", _describe_sharding(plan)))
@@ -133,6 +138,33 @@ def _describe_variants(model: ModelShape) -> list[str]:
     if model.linear_offset:
         found.append(f"its linear half plus {model.linear_offset:g}")
     return found
+
+
+def _describe_parameters(facts: SummaryFacts) -> str:
+    active = facts.active_parameters
+    if active is None or active == facts.parameters:
+        return f"{facts.parameters:,} in total"
+    return f"{facts.parameters:,} in total, {active:,} of them active for one token"
+
+
+def describe_experts(shape: ExpertShape) -> list[str]:
+    """What the mixture is: experts and layers, then router and balance."""
+    shared = shape.shared_ffn_hidden_size
+    beside = f", shared expert {shared}{' gated' if shape.shared_gate else ''}" if shared else ""
+    limit = f" from {shape.group_topk} of {shape.num_groups} groups" if shape.is_limited else ""
+    balance = [f"{kind} {weight:g}" for kind, weight in shape.balancing]
+    balance += [f"bias by {shape.bias_update_rate:g}"] if shape.expert_bias else []
+    balance += ["sinkhorn"] if shape.sinkhorn else []
+    balance += [f"z-loss {shape.z_loss_coeff:g}"] if shape.z_loss_coeff else []
+    capacity = "no token dropped"
+    if shape.capacity_factor is not None:
+        capacity = f"capacity factor {shape.capacity_factor:g}, by {shape.drop_policy}"
+    return [
+        f"{shape.num_experts} of width {shape.ffn_hidden_size} in {len(shape.layers)} layers, "
+        f"top-{shape.topk}{limit}{beside}",
+        f"{shape.score_function} scores; balance {', '.join(balance) or 'none'}; {capacity}; "
+        f"{shape.dispatcher}",
+    ]
 
 
 def _describe_layout(plan: Plan) -> str:
