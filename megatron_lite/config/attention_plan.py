@@ -1,11 +1,14 @@
-"""What the attention of newer families is, resolved from its flags: windows and sinks.
+"""What the attention of newer families is, resolved from its flags: windows, sinks, YaRN.
 
 A window belongs to layers; a sink is one more logit per head in the softmax's denominator.
+YaRN slows channels down that turn rarely, for longer texts than a model was trained on.
+Source: Peng et al. 2023; numbers as Megatron-LM forms them.
 """
 
 from __future__ import annotations
 
 import ast
+import math
 from dataclasses import dataclass
 
 from megatron_lite.config.layer_pattern import expand_pattern
@@ -26,6 +29,74 @@ class WindowShape:
 
     left: int
     layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class YarnShape:
+    """YaRN's scaling of rotary positions.
+
+    Attributes:
+        factor: how much longer texts get; >= 1.
+        original_positions: length of the texts before.
+        beta_fast: channels that turn more often over the original positions are kept.
+        beta_slow: channels that turn less often are slowed down by the factor.
+        mscale, mscale_all_dim: see `magnitude` and `score_factor`.
+        whole_channels: the border between the two is rounded to channels.
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+    whole_channels: bool
+
+    def _growth(self, share: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * share * math.log(self.factor) + 1.0
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of cosine and sine."""
+        return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores of multi-latent attention."""
+        return self._growth(self.mscale_all_dim) ** 2
+
+    def slowed_range(self, dim: int, base: float) -> tuple[float, float]:
+        """First pair of channels that is slowed down a little, and the first slowed down fully.
+
+        Args:
+            dim: rotated channels.
+            base: of the frequencies.
+        """
+
+        def pair(turns: float) -> float:
+            length = self.original_positions / (turns * 2 * math.pi)
+            return dim * math.log(length) / (2 * math.log(base))
+
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.whole_channels:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        return low, high + 0.001 if low == high else high
+
+
+def plan_yarn(config: Config) -> YarnShape | None:
+    """Resolve the flags of YaRN; None where positions are not scaled by it."""
+    if config.position_embedding_type != "yarn":
+        return None
+    return YarnShape(
+        factor=config.rotary_scaling_factor,
+        original_positions=config.yarn_original_max_position_embeddings or 4096,
+        beta_fast=32.0 if config.yarn_beta_fast is None else config.yarn_beta_fast,
+        beta_slow=1.0 if config.yarn_beta_slow is None else config.yarn_beta_slow,
+        mscale=config.mscale,
+        mscale_all_dim=config.mscale_all_dim,
+        whole_channels=config.yarn_correction_range_round_to_int,
+    )
 
 
 def parse_window(text: str) -> int:

@@ -1,11 +1,23 @@
-"""Rules of attention windows and of gated activations."""
+"""Rules of attention windows, of YaRN's positions and of gated activations."""
 
 from __future__ import annotations
 
-from megatron_lite.config.attention_plan import parse_window, windowed_layers
+from megatron_lite.config.attention_plan import parse_window, plan_yarn, windowed_layers
 from megatron_lite.config.facts import Facts, Rule
-from megatron_lite.config.plan import is_gated
+from megatron_lite.config.model_rules import at_least_rule, flag_name
+from megatron_lite.config.plan import is_gated, position_kind
+from megatron_lite.config.schema import Config
 
+YARN = "--position-embedding-type yarn"
+YARN_FIELDS = (
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+)
 SKIP = "--window-attn-skip-freq"
 CLAMP = "--activation-func-clamp-value"
 GATED = "a gated activation (--swiglu or --quick-geglu)"
@@ -37,6 +49,24 @@ def skip_fault(f: Facts) -> str:
     return "" if chosen else f"{f.config.window_attn_skip_freq} leaves no layer a window"
 
 
+def uses_yarn(f: Facts) -> bool:
+    """Whether YaRN scales the positions."""
+    return position_kind(f.config) == "yarn"
+
+
+def idle_yarn(f: Facts) -> list[str]:
+    """Flags of YaRN that are given without it."""
+    default = Config()
+    changed = [n for n in YARN_FIELDS if getattr(f.config, n) != getattr(default, n)]
+    return [] if uses_yarn(f) else [flag_name(name) for name in changed]
+
+
+def yarn_turns(f: Facts) -> tuple[float, float]:
+    """Turns beyond which channels are kept, and below which they are slowed down."""
+    shape = plan_yarn(f.config)
+    return (shape.beta_fast, shape.beta_slow) if shape else (32.0, 1.0)
+
+
 ATTENTION_RULES: tuple[Rule, ...] = (
     Rule(
         "window-size",
@@ -48,6 +78,55 @@ ATTENTION_RULES: tuple[Rule, ...] = (
         lambda f: bool(skip_fault(f)),
         lambda f: f"{SKIP} {skip_fault(f)}",
     ),
+    Rule(
+        "yarn-flags",
+        lambda f: bool(idle_yarn(f)),
+        lambda f: f"{', '.join(idle_yarn(f))} changes nothing without {YARN}",
+    ),
+    Rule(
+        "yarn-factor",
+        lambda f: uses_yarn(f) and not f.config.rotary_scaling_factor >= 1,
+        lambda f: (
+            f"--rotary-scaling-factor {f.config.rotary_scaling_factor} must be at least 1: texts "
+            "get longer by it"
+        ),
+    ),
+    Rule(
+        "yarn-turns",
+        lambda f: uses_yarn(f) and not yarn_turns(f)[0] > yarn_turns(f)[1] > 0,
+        lambda f: (
+            f"--yarn-beta-fast {yarn_turns(f)[0]} must be greater than --yarn-beta-slow "
+            f"{yarn_turns(f)[1]}, and both than 0"
+        ),
+    ),
+    Rule(
+        "yarn-base",
+        lambda f: uses_yarn(f) and f.config.rotary_base < 2,
+        lambda f: f"{YARN} needs --rotary-base 2 or more, not {f.config.rotary_base}",
+    ),
+    Rule(
+        "yarn-growth",
+        lambda f: uses_yarn(f) and (f.config.mscale < 0 or f.config.mscale_all_dim < 0),
+        lambda f: (
+            f"--mscale {f.config.mscale} and --mscale-all-dim {f.config.mscale_all_dim} must be "
+            "at least 0"
+        ),
+    ),
+    Rule(
+        "yarn-alone",
+        lambda f: (
+            uses_yarn(f)
+            and (
+                f.config.use_rope_scaling
+                or f.config.rotary_seq_len_interpolation_factor is not None
+            )
+        ),
+        lambda f: (
+            f"{YARN} scales the positions: leave out --use-rope-scaling and "
+            "--rotary-seq-len-interpolation-factor"
+        ),
+    ),
+    at_least_rule("yarn_original_max_position_embeddings", 1),
     Rule(
         "clamp-needs-gate",
         lambda f: f.config.activation_func_clamp_value is not None and not is_gated(f.config),

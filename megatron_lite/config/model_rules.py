@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_lite.config.facts import Facts, Rule
 from megatron_lite.config.legal import nearest_divisors, nearest_multiples
-from megatron_lite.config.plan import position_kind, rotary_dim
+from megatron_lite.config.plan import ROTARY, position_kind, rotary_dim
 
 REQUIRED = (
     "num_layers",
@@ -139,7 +139,7 @@ def groups_message(f: Facts) -> str:
 
 def rotary_broken(f: Facts) -> bool:
     """Rotated channels come in pairs."""
-    if position_kind(f.config) != "rope" or hidden_broken(f):
+    if position_kind(f.config) not in ROTARY or hidden_broken(f):
         return False
     if f.config.kv_channels is None and not f.has("hidden_size", "num_attention_heads"):
         return False

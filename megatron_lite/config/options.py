@@ -159,10 +159,11 @@ def schema_option(field: dataclasses.Field[Any], group: str, row: KnownRow | Non
         names = (f"--no-{dashed}", f"--disable-{dashed}")
     else:
         names = (f"--{dashed}",)
+    sets = {f"--{dashed}": True} if kind == "bool" else {}
     value = None if kind != "bool" else not field.default
     return Option(
         dest=field.name,
-        spellings=tuple((name, value) for name in names),
+        spellings=tuple((name, sets.get(name, value)) for name in names),
         kind=kind,
         nargs=meta["nargs"],
         default=field.default,

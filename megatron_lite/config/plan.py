@@ -11,7 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from megatron_lite.config.attention_plan import SINKS, WindowShape, plan_window
+from megatron_lite.config.attention_plan import (
+    SINKS,
+    WindowShape,
+    YarnShape,
+    plan_window,
+    plan_yarn,
+)
 from megatron_lite.config.expert_plan import ExpertShape, plan_experts
 from megatron_lite.config.pipeline_plan import PipelineShape, plan_pipeline, stages_per_rank
 from megatron_lite.config.ramp import Ramp, count_train_iters, linear_ramp, schedule_ramp
@@ -31,6 +37,7 @@ class RotaryShape:
         interpolation_factor: positions are divided by it; 1.0 means none.
         llama3_factor: Llama-3 scaling (low factor 1, high factor 4, original context
             8192 tokens); None means off.
+        yarn: YaRN's scaling; None means off.
     """
 
     base: float
@@ -38,6 +45,7 @@ class RotaryShape:
     interleaved: bool
     interpolation_factor: float
     llama3_factor: float | None
+    yarn: YarnShape | None = None
 
 
 @dataclass(frozen=True)
@@ -218,6 +226,9 @@ def padded_vocab_size(vocab_size: int, multiple: int, tp_size: int) -> int:
     return -(-vocab_size // unit) * unit
 
 
+ROTARY = ("rope", "yarn")  # kinds of positions that turn channels
+
+
 def position_kind(config: Config) -> str:
     """Resolve the position type with its two older spellings."""
     if config.use_rotary_position_embeddings:
@@ -263,6 +274,7 @@ def build_rotary(config: Config) -> RotaryShape:
         interleaved=config.rotary_interleaved,
         interpolation_factor=float(config.rotary_seq_len_interpolation_factor or 1.0),
         llama3_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
+        yarn=plan_yarn(config),
     )
 
 
@@ -297,7 +309,7 @@ def build_model(config: Config, vocab_size: int) -> ModelShape:
         seq_length=required(config.seq_length),
         max_position_embeddings=required(config.max_position_embeddings),
         position=position,
-        rotary=build_rotary(config) if position == "rope" else None,
+        rotary=build_rotary(config) if position in ROTARY else None,
         normalization=config.normalization,
         norm_epsilon=config.layernorm_epsilon,
         norm_one_plus=config.layernorm_zero_centered_gamma,

@@ -79,7 +79,7 @@ class ModelConfig:
     )
     position_embedding_type: str = flag(
         "learned_absolute",
-        "How positions enter the model; learned_absolute, rope and none so far.",
+        "How positions enter the model; learned_absolute, rope, yarn and none so far.",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
     )
     use_rotary_position_embeddings: bool = flag(
@@ -99,6 +99,28 @@ class ModelConfig:
     rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.")
     rotary_seq_len_interpolation_factor: int | None = flag(
         None, "Divide rotary positions by this factor."
+    )
+    rotary_scaling_factor: float = flag(1.0, "YaRN: how much longer texts get.")
+    yarn_original_max_position_embeddings: int | None = flag(
+        None, "YaRN: positions before they were scaled; unset: 4096.", unit="tokens"
+    )
+    yarn_beta_fast: float | None = flag(
+        None, "YaRN: channels that turn more often over those are kept; unset: 32.", unit="turns"
+    )
+    yarn_beta_slow: float | None = flag(
+        None, "YaRN: channels that turn less often are slowed down; unset: 1.", unit="turns"
+    )
+    yarn_correction_range_round_to_int: bool = flag(
+        True,
+        "YaRN: the border between the two is a whole channel.",
+        names=(
+            "--yarn-correction-range-round-to-int",
+            "--no-yarn-correction-range-round-to-int",
+        ),
+    )
+    mscale: float = flag(1.0, "YaRN: growth of the rotary part with the logarithm of the factor.")
+    mscale_all_dim: float = flag(
+        0.0, "YaRN: the same divided out again; multi-latent scores grow by its square."
     )
     normalization: str = flag(
         "LayerNorm", "Kind of normalisation.", choices=("LayerNorm", "RMSNorm")

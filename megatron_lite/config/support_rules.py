@@ -12,7 +12,7 @@ from megatron_lite.config.options import Option, build_options
 from megatron_lite.config.schema import Config
 
 OPTIMIZERS = ("adam", "sgd", "muon", "adafactor")
-POSITIONS = ("learned_absolute", "rope", "none")
+POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 TOKENIZERS = (
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",

@@ -3,7 +3,8 @@
 Channels pair up half against half (Llama) or as neighbours (`interleaved`, GPT-J); a share
 of the channels may stay unrotated. The backward pass is the rotation by the opposite angle,
 so nothing but the tables is kept. Source: Su et al., RoFormer (2021); Llama-3 frequency
-scaling as published with Llama 3.1 (low factor 1, high factor 4, original context 8192).
+scaling as published with Llama 3.1 (low factor 1, high factor 4, original context 8192); YaRN
+(Peng et al. 2023), which also makes cosine and sine larger.
 The native operation reads heads where they lie in the fused projection's output, at any
 strides, and writes them densely: traffic 2 s*b*n*d elements.
 """
@@ -36,6 +37,11 @@ def inverse_frequencies(rotary: RotaryShape, dtype: torch.dtype) -> Tensor:
             slowed,
             torch.where(wavelength < _LLAMA3_CONTEXT / _LLAMA3_HIGH, frequencies, blended),
         )
+    if rotary.yarn is not None:
+        low, high = rotary.yarn.slowed_range(rotary.dim, rotary.base)
+        pairs = torch.arange(rotary.dim // 2, dtype=torch.int64).to(dtype)
+        slowed = ((pairs - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies / rotary.yarn.factor * slowed + frequencies * (1 - slowed)
     return frequencies
 
 
@@ -45,7 +51,8 @@ def rotary_table(
     """Cosine and sine of every position's angles, each [s, dim/2] of `dtype`."""
     scaled = positions.to(dtype) / rotary.interpolation_factor
     angles = torch.outer(scaled, inverse_frequencies(rotary, dtype).to(positions.device))
-    return angles.cos(), angles.sin()
+    magnitude = 1.0 if rotary.yarn is None else rotary.yarn.magnitude
+    return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def _reference(

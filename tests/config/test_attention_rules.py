@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_lite.config.attention_plan import WindowShape, parse_window
+from megatron_lite.config.attention_plan import WindowShape, YarnShape, parse_window
 from megatron_lite.config.flags import parse_config
 from megatron_lite.config.plan import ModelShape, build_model
 from megatron_lite.config.rules import violations
@@ -63,9 +63,33 @@ def test_gpt_oss_s_flags_build_its_gate_and_sinks() -> None:
     assert model("--softmax-type off-by-one").sinks == "zero"
 
 
+YARN = "--position-embedding-type yarn"
+
+
+def test_yarn_s_defaults_are_the_published_ones() -> None:
+    rotary = model(f"{YARN} --rotary-scaling-factor 40").rotary
+    assert rotary is not None
+    assert rotary.yarn == YarnShape(40.0, 4096, 32.0, 1.0, 1.0, 0.0, True)
+    assert rotary.yarn.magnitude == pytest.approx(0.1 * math.log(40) + 1)
+    free = model(f"{YARN} --no-yarn-correction-range-round-to-int").rotary
+    assert free is not None and free.yarn is not None and not free.yarn.whole_channels
+    whole = model(f"{YARN} --yarn-correction-range-round-to-int").rotary
+    assert whole is not None and whole.yarn is not None and whole.yarn.whole_channels
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("--rotary-scaling-factor 4", "--rotary-scaling-factor changes nothing without"),
+        ("--mscale-all-dim 1 --yarn-beta-fast 16", "--yarn-beta-fast, --mscale-all-dim changes"),
+        (f"{YARN} --rotary-scaling-factor 0.5", "must be at least 1"),
+        (f"{YARN} --yarn-beta-fast 1", "--yarn-beta-fast 1.0 must be greater"),
+        (f"{YARN} --yarn-beta-slow 0", "and both than 0"),
+        (f"{YARN} --mscale -1", "at least 0"),
+        (f"{YARN} --rotary-base 1", "--rotary-base 2 or more"),
+        (f"{YARN} --use-rope-scaling", "leave out --use-rope-scaling"),
+        (f"{YARN} --yarn-original-max-position-embeddings 0", "at least 1"),
+        (f"{YARN} --rotary-percent 0.2", "must be an even number"),
         ("--window-size 128", "no pair of whole numbers like 127,0"),
         ("--window-size 1,2,3", "no pair"),
         ("--window-size 1.5,0", "no pair"),

@@ -187,7 +187,7 @@ CASES = [
     ("positions-twice", "--position-embedding-type rope --no-position-embedding",
      "position-spellings"),
     ("optimizer", "--optimizer soap", "built-optimizer"),
-    ("yarn", "--position-embedding-type yarn", "built-position-embedding-type"),
+    ("mrope", "--position-embedding-type mrope", "built-position-embedding-type"),
     ("fp16", "--fp16", "refused-flags"),
     ("fp8", "--fp8-format hybrid", "refused-flags"),
     ("sharding-twice", "--data-parallel-sharding-strategy no_shard --use-distributed-optimizer",

@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.config.attention_plan import YarnShape
+from megatron_lite.config.plan import RotaryShape
 from megatron_lite.native.load import Native
 from megatron_lite.ops.rotary import (
     _reference,
     apply_rotary,
     apply_rotary_pair,
+    inverse_frequencies,
     rotary,
     rotary_pair,
+    rotary_table,
 )
 
 # Largest error against fp64 on the same rounded inputs, relative to |first| + |second|, per dtype.
@@ -142,3 +146,64 @@ def test_bad_input_is_refused_with_its_name(native: Native) -> None:
         rotary(x.int(), cosine, sine, False, False)
     with pytest.raises(RuntimeError, match="k: dtype differs"):
         rotary_pair(x, x.half(), cosine, sine, False, False)
+
+
+# ---- YaRN -------------------------------------------------------------------------------------
+SCALINGS = {
+    "gpt-oss": {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "deepseek-v3": {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_slow": 1},
+    "deepseek-v2": {"factor": 40, "mscale": 0.707, "mscale_all_dim": 1.3},
+    "one pair": {"factor": 4.0, "beta_fast": 1.00001, "beta_slow": 1.0, "truncate": False},
+    "all slowed": {"factor": 2.5, "original_max_position_embeddings": 4},
+}
+
+
+@pytest.mark.parametrize("base", [10000, 150000])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_yarn_equals_transformers_own_in_float64(
+    name: str, base: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the [convert] extra")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"original_max_position_embeddings": 4096, **SCALINGS[name]}
+    shape = YarnShape(
+        factor=scaling["factor"],
+        original_positions=scaling["original_max_position_embeddings"],
+        beta_fast=scaling.get("beta_fast", 32.0),
+        beta_slow=scaling.get("beta_slow", 1.0),
+        mscale=scaling.get("mscale", 1.0),
+        mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
+        whole_channels=scaling.get("truncate", True),
+    )
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "yarn", "rope_theta": float(base), **scaling},
+    )
+    for wide in ("float", "float32"):  # in which it computes
+        monkeypatch.setattr(torch, wide, torch.float64)
+    wanted, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    monkeypatch.undo()
+    assert wanted.dtype == torch.float64
+    rotary_shape = RotaryShape(float(base), 64, False, 1.0, None, shape)
+    torch.testing.assert_close(
+        inverse_frequencies(rotary_shape, torch.float64), wanted, rtol=1e-12, atol=0
+    )
+    assert shape.magnitude == pytest.approx(magnitude, rel=1e-14)
+    positions = torch.tensor([0, 1, 77, 4096])
+    cosine, sine = rotary_table(rotary_shape, positions, torch.float64)
+    angles = torch.outer(positions.double(), wanted)
+    torch.testing.assert_close(cosine, angles.cos() * magnitude, rtol=0, atol=1e-9)
+    torch.testing.assert_close(sine, angles.sin() * magnitude, rtol=0, atol=1e-9)
+
+
+def test_yarn_by_a_factor_of_one_is_plain_rotary() -> None:
+    plain = RotaryShape(10000.0, 64, False, 1.0, None)
+    yarn = YarnShape(1.0, 4096, 32.0, 1.0, 1.0, 0.0, True)
+    scaled = RotaryShape(10000.0, 64, False, 1.0, None, yarn)
+    made = [inverse_frequencies(shape, torch.float64) for shape in (plain, scaled)]
+    torch.testing.assert_close(*made, rtol=1e-15, atol=0)
+    assert yarn.magnitude == yarn.score_factor == 1.0

@@ -35,7 +35,9 @@ VARIANTS: Mapping[str, str] = {
     "gptoss-dense": (
         f"{_LLAMA.replace('--swiglu', '--quick-geglu')} --untie-embeddings-and-output-weights "
         "--add-qkv-bias --softmax-type learnable --window-size 5,0 --window-attn-skip-freq 2 "
-        "--activation-func-clamp-value 0.05 --glu-linear-offset 1.0"
+        "--activation-func-clamp-value 0.05 --glu-linear-offset 1.0 "
+        "--position-embedding-type yarn --rotary-scaling-factor 4 "
+        "--yarn-original-max-position-embeddings 6 --yarn-beta-fast 2"
     ),
 }
 _MIXTURE = (

@@ -265,6 +265,7 @@ def _newer_parts(model: ModelShape) -> list[str]:
         "attention sinks": model.sinks != "none",
         "sliding windows": model.window is not None,
         "clamped gate": model.activation_limit != math.inf or model.linear_offset != 0,
+        "YaRN positions": model.position == "yarn",
         "gate by quick GELU": model.activation == "quick_gelu",
     }
     return [name for name, present in parts.items() if present]
