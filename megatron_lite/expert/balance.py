@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.expert_plan import ExpertShape
+from megatron_lite.expert.capacity import expert_capacity
 from megatron_lite.expert.losses import loss_terms
 from megatron_lite.expert.parts import ExpertParts
 from megatron_lite.mesh import collectives
@@ -23,7 +24,7 @@ from megatron_lite.mesh.collectives import Work
 from megatron_lite.mesh.groups import Group
 from megatron_lite.microbatch import RoutingRecord
 
-CHOSEN, DROPPED, ENTROPY, BUSIEST = "moe/chosen", "moe/dropped", "moe/entropy", "moe/busiest"
+FIGURES = ("layers", "chosen", "dropped", "entropy", "busiest")
 
 
 @dataclass(eq=False)
@@ -62,37 +63,37 @@ class Balance:
             if kept is not None:
                 kept.copy_(counts)
 
-    def log_sums(self, per_layer: bool = False) -> dict[str, Tensor]:
+    def log_sums(self, layers: Sequence[int] = ()) -> dict[str, Tensor]:
         """What is to be summed over all ranks for the log, the same keys on all ranks.
 
         Args:
-            per_layer: figures of every layer too.
+            layers: numbers of those whose own figures and loads are wanted too.
 
         Returns:
             key -> 0-dim fp64, 0 on all ranks of a stage but the first.
         """
         figures = self._figures() * (self.stage.rank == 0)
-        names = _columns(self.shape)
-        found = dict(zip(names, figures.sum(0).unbind(), strict=True))
-        if per_layer:
-            mine = {part.layer: row for part, row in zip(self.parts, figures, strict=True)}
-            nothing = figures.new_zeros(len(names))
-            for layer in self.shape.layers:
-                row = mine.get(layer, nothing).unbind()
-                found |= {_of(name, layer): value for name, value in zip(names, row, strict=True)}
+        names = _columns(self.shape, with_load=True)
+        few = len(_columns(self.shape))
+        found = dict(zip(names[:few], figures[:, :few].sum(0).unbind(), strict=True))
+        mine = {part.layer: row for part, row in zip(self.parts, figures, strict=True)}
+        nothing = figures.new_zeros(len(names))
+        for layer in layers:
+            row = mine.get(layer, nothing).unbind()
+            found |= {_of(name, layer): value for name, value in zip(names, row, strict=True)}
         return found
 
     def _figures(self) -> Tensor:
-        """[layers, len(_columns)]: what the log shows of a layer, as sums."""
+        """[layers, columns]: what the log shows of a layer, as sums."""
         e = self.shape.num_experts
         sums, counts = self._ready(), self.counts
-        chosen = counts.sum(1)
         if not len(self.parts):
-            return sums.new_zeros(0, len(_columns(self.shape)))
+            return sums.new_zeros(0, len(_columns(self.shape, with_load=True)))
+        chosen = counts.sum(1)
         busiest = counts.amax(1) * e / chosen.clamp(min=1)
         dropped = sums[:, e : 2 * e].sum(1)
-        columns = torch.stack([chosen, dropped, sums[:, 2 * e], busiest], dim=1)
-        return torch.cat([sums[:, 2 * e + 1 :], columns], dim=1)
+        columns = [torch.ones_like(chosen), chosen, dropped, sums[:, 2 * e], busiest]
+        return torch.cat([sums[:, 2 * e + 1 :], torch.stack(columns, dim=1), counts], dim=1)
 
     def _ready(self) -> Tensor:
         if self.work is not None:
@@ -134,42 +135,68 @@ def start_balance(
 
 
 def log_scalars(
-    shape: ExpertShape, sums: Mapping[str, float], microbatches: float, per_layer: bool = False
+    shape: ExpertShape,
+    sums: Mapping[str, float],
+    microbatches: float,
+    layers: Sequence[int] = (),
 ) -> dict[str, float]:
     """Turn the summed figures into what the log shows.
 
     Args:
         sums: of `Balance.log_sums`, over all ranks.
         microbatches: of the global batch (its size / micro-batch size).
-        per_layer: figures of every layer too.
+        layers: as for `log_sums`.
 
     Returns:
         "moe_<term>": the loss term as the training loss has it, all layers added up;
-        "moe/dropped_share" of all choices; "moe/entropy": mean over tokens and layers of the
-        scores' entropy, in nats; "moe/busiest_over_mean": load of the busiest expert against
-        the mean one, mean over layers. Per layer with "_layer_<number>".
+        "moe/dropped_share" of all choices; "moe/padded_share" of the rows of experts that are
+        filled up; "moe/entropy": mean over tokens and layers of the scores' entropy, in nats;
+        "moe/busiest_over_mean": load of the busiest expert against the mean one, mean over
+        layers. Of a layer "moe/<term>_layer_<number>" and so on, and
+        "moe/load_expert_<e>_layer_<number>", the share of its choices.
     """
-    found = dict(_scalars(shape, sums, microbatches, len(shape.layers), None))
-    if per_layer:
-        for layer in shape.layers:
-            found |= _scalars(shape, sums, microbatches, 1, layer)
+    found = dict(_scalars(shape, sums, microbatches, None))
+    for layer in layers:
+        found |= _scalars(shape, sums, microbatches, layer)
+        chosen = max(sums[_of("moe/chosen", layer)], 1.0)
+        for expert in range(shape.num_experts):
+            name = _of(_load(expert), layer)
+            found[name] = sums[name] / chosen
     return found
 
 
 def _scalars(
-    shape: ExpertShape, sums: Mapping[str, float], microbatches: float, layers: int, at: int | None
+    shape: ExpertShape, sums: Mapping[str, float], microbatches: float, at: int | None
 ) -> Iterator[tuple[str, float]]:
+    layers, chosen, dropped, entropy, busiest = (sums[_of(f"moe/{name}", at)] for name in FIGURES)
+    layers, total = max(layers, 1.0), max(chosen, 1.0)
     for term in loss_terms(shape):
-        name = _of(f"moe_{term}", at)
-        yield name, sums[name] / microbatches
-    chosen = max(sums[_of(CHOSEN, at)], 1.0)
-    yield _of("moe/dropped_share", at), sums[_of(DROPPED, at)] / chosen
-    yield _of("moe/entropy", at), sums[_of(ENTROPY, at)] * shape.topk / chosen
-    yield _of("moe/busiest_over_mean", at), sums[_of(BUSIEST, at)] / layers
+        # A loss of all layers goes to the log line, where a name with a slash does not.
+        yield (
+            (_term(term) if at is None else _of(f"moe/{term}", at)),
+            (sums[_of(_term(term), at)] / microbatches),
+        )
+    yield _of("moe/dropped_share", at), dropped / total
+    if shape.pad_to_capacity:
+        tokens = round(chosen / (layers * shape.topk * microbatches))
+        rows = expert_capacity(shape, tokens) * shape.num_experts * layers * microbatches
+        yield _of("moe/padded_share", at), 1 - (chosen - dropped) / max(rows, 1.0)
+    yield _of("moe/entropy", at), entropy * shape.topk / total
+    yield _of("moe/busiest_over_mean", at), busiest / layers
 
 
-def _columns(shape: ExpertShape) -> tuple[str, ...]:
-    return (*(f"moe_{term}" for term in loss_terms(shape)), CHOSEN, DROPPED, ENTROPY, BUSIEST)
+def _term(term: str) -> str:
+    return f"moe_{term}"
+
+
+def _load(expert: int) -> str:
+    return f"moe/load_expert_{expert}"
+
+
+def _columns(shape: ExpertShape, with_load: bool = False) -> tuple[str, ...]:
+    losses = (_term(term) for term in loss_terms(shape))
+    loads = (_load(expert) for expert in range(shape.num_experts if with_load else 0))
+    return (*losses, *(f"moe/{name}" for name in FIGURES), *loads)
 
 
 def _of(name: str, layer: int | None) -> str:

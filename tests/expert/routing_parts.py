@@ -47,7 +47,7 @@ SHAPES = {
     "post_groups": replace(PLAIN, topk=4, num_groups=4, group_topk=2, scaling_factor=2.5),
     "pre": replace(PLAIN, pre_softmax=True, balancing=(("seq_aux_loss", 0.5),)),
     "pre_top_1": replace(PLAIN, pre_softmax=True, topk=1, balancing=ALL_LOSSES),
-    "pre_groups": replace(PLAIN, pre_softmax=True, topk=2, num_groups=2, group_topk=1),
+    "pre_groups": replace(PLAIN, pre_softmax=True, topk=3, num_groups=2, group_topk=1),
     "sigmoid": replace(SIGMOID, balancing=ALL_LOSSES, z_loss_coeff=0.001),
     "sigmoid_top_1": replace(SIGMOID, topk=1, balancing=(("aux_loss", 0.01),)),
     "sigmoid_groups": replace(SIGMOID, num_groups=4, group_topk=2, scaling_factor=2.5),

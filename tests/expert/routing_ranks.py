@@ -91,7 +91,7 @@ def balance_steps(
                     route_tokens(parts, x, mb)
             sinks.append(mb.losses.routing)
         balance = start_balance(STATEFUL, layers, sinks, groups, "cpu")
-        sums = balance.log_sums(per_layer=True)
+        sums = balance.log_sums(STATEFUL.layers)
         vector = torch.stack(list(sums.values()))
         collectives.all_reduce(vector, groups)
         total = dict(zip(sums, vector.tolist(), strict=True))
@@ -104,7 +104,7 @@ def balance_steps(
             {
                 "bias": [parts.state("expert_bias").clone() for parts in layers],
                 "counts": [parts.state("expert_counts").clone() for parts in layers],
-                "log": log_scalars(STATEFUL, total, microbatches, per_layer=True),
+                "log": log_scalars(STATEFUL, total, microbatches, STATEFUL.layers),
             }
         )
     return {"steps": seen}

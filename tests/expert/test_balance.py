@@ -87,15 +87,15 @@ def step_of(parts, inputs, shape):
 
 
 def test_log_scalars_by_hand():
-    shape = replace(PLAIN, topk=1, pre_softmax=True, capacity_factor=2.0, layers=(1, 3))
+    shape = replace(PLAIN, topk=1, pre_softmax=True, capacity_factor=2.0, pad_to_capacity=True)
     shape = replace(shape, balancing=(("aux_loss", 0.01),), z_loss_coeff=0.001)
     weight = torch.zeros(EXPERTS, 16)
     weight[3, 0] = 1.0
     x = torch.zeros(SEQUENCE, SAMPLES, 16, dtype=torch.float64)
     x[..., 0] = 2.0  # every token to expert 3
     balance = step_of(build_parts(shape, weight), [x, x], shape)
-    sums = {name: float(value) for name, value in balance.log_sums(per_layer=True).items()}
-    log = log_scalars(shape, sums, 2, per_layer=True)
+    sums = {name: float(value) for name, value in balance.log_sums(shape.layers).items()}
+    log = log_scalars(shape, sums, 2, shape.layers)
     tokens = SEQUENCE * SAMPLES
     room = 9  # of 36 tokens
     assert log["moe/dropped_share_layer_1"] == pytest.approx((tokens - room) / tokens)
@@ -103,22 +103,26 @@ def test_log_scalars_by_hand():
     scores = torch.softmax(torch.tensor([0.0] * 7 + [2.0], dtype=torch.float64), 0)
     entropy = -(scores * scores.log()).sum().item()
     assert log["moe/entropy_layer_1"] == pytest.approx(entropy)
-    assert log["moe_aux_loss_layer_1"] == pytest.approx(0.01 * EXPERTS * scores[7].item())
+    assert log["moe/aux_loss_layer_1"] == pytest.approx(0.01 * EXPERTS * scores[7].item())
     z = torch.logsumexp(torch.tensor([0.0] * 7 + [2.0], dtype=torch.float64), 0).item()
     assert log["moe_z_loss"] == pytest.approx(0.001 * z * z)
+    assert log["moe/padded_share_layer_1"] == pytest.approx(1 - room / (EXPERTS * room))
+    loads = [log[f"moe/load_expert_{expert}_layer_1"] for expert in range(EXPERTS)]
+    assert loads == [0, 0, 0, 1, 0, 0, 0, 0]
     # The other layer is another rank's, and here of nobody.
     assert log["moe/dropped_share_layer_3"] == 0
     assert log["moe/dropped_share"] == log["moe/dropped_share_layer_1"]
-    assert log["moe/busiest_over_mean"] == pytest.approx(EXPERTS / 2)
+    assert log["moe/busiest_over_mean"] == pytest.approx(EXPERTS)
+    assert [name for name in log if "/" not in name] == ["moe_aux_loss", "moe_z_loss"]
 
 
 def test_rank_without_layers_has_the_same_keys():
     mine = start_balance(STATEFUL, [], [], local_group("stage"), "cpu")
     parts = [build_parts(STATEFUL, layer=layer) for layer in STATEFUL.layers]
     other = start_balance(STATEFUL, parts, [], local_group("stage"), "cpu")
-    for per_layer in (False, True):
-        sums = mine.log_sums(per_layer)
-        assert list(sums) == list(other.log_sums(per_layer))
+    for layers in ((), STATEFUL.layers):
+        sums = mine.log_sums(layers)
+        assert list(sums) == list(other.log_sums(layers))
         assert all(value == 0 for value in sums.values())
     mine.update()
 
