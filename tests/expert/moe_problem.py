@@ -88,6 +88,10 @@ def draw_ids(case: Case, generator: torch.Generator) -> Tensor:
         ids[torch.rand(ids.shape, generator=generator) < 0.3] = -1
     elif case.routing == "one":  # all tokens choose the same experts
         ids = torch.arange(case.k).expand(case.tokens, -1)
+    elif case.routing == "crossed":  # each half of the tokens knows one expert, far from it
+        ids = torch.full_like(ids, -1)
+        ids[:, 0] = case.experts - 1
+        ids[case.tokens // 2 :, 0] = 0
     elif case.routing == "last":  # other ranks have nothing to do
         ids = torch.full_like(ids, -1)
         ids[:, -1] = case.experts - 1
