@@ -343,6 +343,9 @@ class MoEConfig:
         "What an expert over its capacity keeps: the largest scores or the first tokens.",
         choices=("probs", "position"),
     )
+    moe_per_layer_logging: bool = flag(
+        False, "Log losses, drops and loads of every MoE layer on its own."
+    )
     moe_token_dispatcher_type: str = flag(
         "allgather",
         "How tokens reach their experts.",

@@ -68,6 +68,7 @@ def train_scalars(row: TrainRow, rates: Rates, options: TelemetryOptions) -> dic
         "batch-size": row.global_batch_size,
         "lm loss": row.lm_loss,
         **{name.replace("_", " "): loss for name, loss in row.further_losses.items()},
+        **row.figures,
         "grad-norm": row.grad_norm,
         "num-zeros": row.num_zeros,
         "params-norm": row.params_norm,

@@ -33,6 +33,8 @@ class TrainRow:
         nan: the loss or a gradient was not finite.
         elapsed_ms: wall time of the iteration.
         further_losses: key of the row -> value, in printing order.
+        figures: key of the row -> value, for rows and scalars and not for the log line: what
+            the routers of a mixture of experts did.
         skipped_samples: samples passed over so far by request, not trained on.
     """
 
@@ -49,6 +51,7 @@ class TrainRow:
     nan: bool
     elapsed_ms: float
     further_losses: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
     skipped_samples: int = 0
     num_zeros: int | None = None
     params_norm: float | None = None
@@ -104,7 +107,7 @@ def train_record(row: TrainRow, rates: Rates) -> dict[str, object]:
         record["num_zeros"] = row.num_zeros
     if row.params_norm is not None:
         record["params_norm"] = row.params_norm
-    return _extend(record, row.further_losses)
+    return _extend(_extend(record, row.further_losses), row.figures)
 
 
 def valid_record(row: ValidRow) -> dict[str, object]:

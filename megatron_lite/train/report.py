@@ -23,6 +23,9 @@ def report_step(parts: Parts, report: StepReport, elapsed_ms: float) -> None:
     params_norm = None
     if parts.config.log_params_norm and parts.telemetry.prints_at(report.iteration):
         params_norm = measure_params_norm(parts)
+    # Names with a slash are figures; the others are losses, which the log line shows.
+    losses = {name: value for name, value in report.figures.items() if "/" not in name}
+    figures = {name: value for name, value in report.figures.items() if "/" in name}
     parts.telemetry.train(
         TrainRow(
             iteration=report.iteration,
@@ -37,6 +40,8 @@ def report_step(parts: Parts, report: StepReport, elapsed_ms: float) -> None:
             skipped=report.skipped,
             nan=report.nan,
             elapsed_ms=elapsed_ms,
+            further_losses=losses,
+            figures=figures,
             num_zeros=report.num_zeros,
             params_norm=params_norm,
         )

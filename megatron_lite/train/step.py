@@ -265,8 +265,17 @@ class TrainStep:
             term = term_name(depth)
             found[f"{term}_loss"] = sums[term] / float(self.counts[term])
         if model.experts is not None:
-            found |= log_scalars(model.experts, sums, float(self.counts[MOE]))
+            found |= log_scalars(
+                model.experts, sums, float(self.counts[MOE]), self._logged_layers()
+            )
         return found
+
+    def _logged_layers(self) -> list[int]:
+        """The MoE layers, those of further depths too, whose own figures are wanted."""
+        model = self.parts.plan.model
+        if not self.parts.config.moe_per_layer_logging:
+            return []
+        return [n for n in range(model.num_layers + model.mtp_depths) if model.is_moe(n)]
 
     def _timed(self, timer: str, handler: Handler) -> Handler:
         """The handler under its timer, which is off below its level."""
@@ -294,7 +303,7 @@ class TrainStep:
                 found = loss_sums(self.passes.sinks, term).values()
                 sums[term] = torch.stack([loss.detach().double() for loss in found]).sum()
         if self.balance is not None:
-            sums |= self.balance.log_sums()
+            sums |= self.balance.log_sums(self._logged_layers())
         if self.parts.config.log_num_zeros_in_grad:
             zeros = [
                 (piece.tensor == 0).sum(dtype=torch.float64)
