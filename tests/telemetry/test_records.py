@@ -61,16 +61,16 @@ def test_the_train_row_has_exactly_the_documented_keys_in_order() -> None:
 def test_further_loss_terms_are_keys_of_their_own_and_cannot_hide_one() -> None:
     row = TrainRow(**{**vars(ROW), "further_losses": {"moe_aux_loss": 0.5}})
     assert train_record(row, RATES)["moe_aux_loss"] == 0.5
+    clash = TrainRow(**{**vars(ROW), "further_losses": {"lm_loss": 0.5}})
+    with pytest.raises(ValueError, match="lm_loss"):
+        train_record(clash, RATES)
 
 
-def test_figures_stand_in_the_row_beside_the_losses():
+def test_figures_stand_in_the_row_beside_the_losses() -> None:
     figures = {"moe/entropy": 1.5}
     row = TrainRow(**{**vars(ROW), "further_losses": {"moe_z_loss": 0.5}, "figures": figures})
     record = train_record(row, RATES)
     assert (record["moe_z_loss"], record["moe/entropy"]) == (0.5, 1.5)
-    clash = TrainRow(**{**vars(ROW), "further_losses": {"lm_loss": 0.5}})
-    with pytest.raises(ValueError, match="lm_loss"):
-        train_record(clash, RATES)
 
 
 def test_the_valid_and_event_rows() -> None:
