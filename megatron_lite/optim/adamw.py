@@ -8,13 +8,13 @@ native operation scales the gradient and rounds the weight in that same pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_lite.ops.optimizer import adamw_update
+from megatron_lite.optim.rules import Segments
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,15 @@ class AdamW:
         """First and second moment."""
         return ("exp_avg", "exp_avg_sq")
 
-    def update(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        state: Mapping[str, Sequence[Tensor]],
-        step: Tensor,
-        *,
-        lr: float,
-        weight_decay: float,
-    ) -> None:
+    def update(self, parts: Segments, step: Tensor, *, lr: float, weight_decay: float) -> None:
         """Update weights and moments in place; see `UpdateRule.update`."""
         torch._fused_adamw_(
-            list(weights),
-            list(gradients),
-            list(state["exp_avg"]),
-            list(state["exp_avg_sq"]),
+            parts.weights,
+            parts.gradients,
+            list(parts.state["exp_avg"]),
+            list(parts.state["exp_avg_sq"]),
             [],
-            [step] * len(weights),
+            [step] * len(parts.weights),
             lr=lr,
             beta1=self.beta1,
             beta2=self.beta2,
@@ -58,20 +49,12 @@ class AdamW:
         )
 
     def update_native(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        state: Mapping[str, Sequence[Tensor]],
-        copies: Sequence[Tensor | None],
-        step: int,
-        *,
-        clip: Tensor | None,
-        lr: float,
-        weight_decay: float,
+        self, parts: Segments, step: int, *, clip: Tensor | None, lr: float, weight_decay: float
     ) -> None:
         """Update weights, moments and copies in place; see `UpdateRule.update_native`."""
+        first_moments, second_moments = (parts.state[kind] for kind in self.kinds)
         segments = zip(
-            weights, gradients, state["exp_avg"], state["exp_avg_sq"], copies, strict=True
+            parts.weights, parts.gradients, first_moments, second_moments, parts.copies, strict=True
         )
         for weight, gradient, first, second, copy in segments:
             adamw_update(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_lite.optim.elementwise import ElementwiseUpdates, GroupTensors
 from megatron_lite.optim.groups import ParamGroup, StepRates
-from megatron_lite.optim.rules import UpdateRule
+from megatron_lite.optim.rules import Segments, UpdateRule
 from megatron_lite.optim.staging import Staging
 from megatron_lite.optim.state_home import StateHome
 from megatron_lite.shard.buffers import FlatBuffers
@@ -185,17 +185,14 @@ class ChunkedUpdates:
         if self._native:
             if gradient.is_cuda:
                 gradient = gradient.to(weight.dtype)  # all that the kernels take there
-            chunk.rule.update_native(
-                [weight], [gradient], state, [copy], update,
-                clip=scale, lr=lr, weight_decay=weight_decay,
-            )  # fmt: skip
+            parts = Segments([weight], [gradient], state, [copy])
+            chunk.rule.update_native(parts, update, clip=scale, lr=lr, weight_decay=weight_decay)
         else:
             gradient = gradient.to(weight.dtype)
             if scale is not None:
                 gradient.mul_(scale)
-            chunk.rule.update(
-                [weight], [gradient], state, self._step, lr=lr, weight_decay=weight_decay
-            )
+            parts = Segments([weight], [gradient], state, [copy])
+            chunk.rule.update(parts, self._step, lr=lr, weight_decay=weight_decay)
             if copy is not None:
                 copy.copy_(weight)
         for kind, tensor in chunk.state.items():

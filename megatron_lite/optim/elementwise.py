@@ -8,26 +8,23 @@ parameter. Where masters are updated, the rounded parameters are written in the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_lite.optim.groups import ParamGroup, StepRates
-from megatron_lite.optim.rules import UpdateRule
+from megatron_lite.optim.rules import Segments, UpdateRule
 from megatron_lite.optim.segments import KindState, OwnedSegment
 from megatron_lite.shard.buffers import FlatBuffers
 
 
 @dataclass(frozen=True, eq=False)
-class GroupTensors:
-    """The segments of one optimizer group."""
+class GroupTensors(Segments):
+    """The segments of one optimizer group; copies are the parameters where masters are updated."""
 
     group: ParamGroup
-    weights: list[Tensor]
-    gradients: list[Tensor]
     state: dict[str, list[Tensor]]
-    copies: list[Tensor | None]  # the parameters where masters are updated
 
     def round(self) -> None:
         """Write the rounded masters into the parameters."""
@@ -66,7 +63,7 @@ def collect_groups(
         kinds = [kind for kind, tensors in state.items() if segment in tensors.places]
         tensors = collected.setdefault(
             segment.group,
-            GroupTensors(segment.group, [], [], {kind: [] for kind in kinds}, []),
+            GroupTensors([], [], {kind: [] for kind in kinds}, [], segment.group),
         )
         tensors.weights.append(segment.of(weights))
         tensors.gradients.append(segment.of(buffers.owned_gradients))
@@ -107,10 +104,7 @@ class ElementwiseUpdates:
             lr, weight_decay = rates.of(tensors.group)
             if self._native:
                 rule.update_native(
-                    tensors.weights,
-                    tensors.gradients,
-                    tensors.state,
-                    tensors.copies,
+                    tensors,
                     update,
                     clip=self._native_clip(clip, tensors.weights[0].dtype),
                     lr=lr,
@@ -118,13 +112,9 @@ class ElementwiseUpdates:
                 )
                 continue
             tensors.scale_gradients(clip)
+            wide = [g.to(w.dtype) for g, w in zip(tensors.gradients, tensors.weights, strict=True)]
             rule.update(
-                tensors.weights,
-                [g.to(w.dtype) for g, w in zip(tensors.gradients, tensors.weights, strict=True)],
-                tensors.state,
-                self._step,
-                lr=lr,
-                weight_decay=weight_decay,
+                replace(tensors, gradients=wide), self._step, lr=lr, weight_decay=weight_decay
             )
             tensors.round()
 

@@ -6,13 +6,13 @@ in a gradient shows in the weights, where Adam would hide it: parity tests use i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_lite.ops.optimizer import sgd_update
+from megatron_lite.optim.rules import Segments
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,13 @@ class SGD:
         """The momentum, where there is any."""
         return ("momentum",) if self.momentum else ()
 
-    def update(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        state: Mapping[str, Sequence[Tensor]],
-        step: Tensor,
-        *,
-        lr: float,
-        weight_decay: float,
-    ) -> None:
+    def update(self, parts: Segments, step: Tensor, *, lr: float, weight_decay: float) -> None:
         """Update weights and momentum in place; see `UpdateRule.update`."""
         # A zero momentum makes the first step m = g, so no step is special.
         torch._fused_sgd_(
-            list(weights),
-            list(gradients),
-            list(state["momentum"]) if self.momentum else [],
+            parts.weights,
+            parts.gradients,
+            list(parts.state["momentum"]) if self.momentum else [],
             weight_decay=weight_decay,
             momentum=self.momentum,
             lr=lr,
@@ -52,20 +43,11 @@ class SGD:
         )
 
     def update_native(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        state: Mapping[str, Sequence[Tensor]],
-        copies: Sequence[Tensor | None],
-        step: int,
-        *,
-        clip: Tensor | None,
-        lr: float,
-        weight_decay: float,
+        self, parts: Segments, step: int, *, clip: Tensor | None, lr: float, weight_decay: float
     ) -> None:
         """Update weights, momentum and copies in place; see `UpdateRule.update_native`."""
-        momenta = state["momentum"] if self.momentum else [None] * len(weights)
-        segments = zip(weights, gradients, momenta, copies, strict=True)
+        momenta = parts.state["momentum"] if self.momentum else [None] * len(parts.weights)
+        segments = zip(parts.weights, parts.gradients, momenta, parts.copies, strict=True)
         for weight, gradient, momentum, copy in segments:
             sgd_update(
                 weight,
