@@ -1,15 +1,22 @@
 """Optimizers that see more than an element, in every layout the same updates.
 
 Muon orthogonalises logical matrices and Adafactor sums their rows and columns, so both have
-to find them whole behind shards, tensor pieces, shared KV heads and pipeline stages; groups,
-decoupled rates and frozen parameters have to be the same on every rank.
+to find them whole behind shards, tensor pieces, shared KV heads, pipeline stages and stacks of
+experts; groups, decoupled rates and frozen parameters have to be the same on every rank.
 """
 
 import dataclasses
 
 import pytest
 
-from megatron_lite.verify.axes import Axis, data_axis, sequence_axis, sharding_axis, tensor_axis
+from megatron_lite.verify.axes import (
+    Axis,
+    data_axis,
+    expert_axis,
+    sequence_axis,
+    sharding_axis,
+    tensor_axis,
+)
 from megatron_lite.verify.classes import MATCH32, MATCH32_ADAM, MATCH64, Tolerances
 from tests.parity.conftest import Certifiers
 from tests.parity.matrix import pipeline_of
@@ -70,10 +77,40 @@ LAYOUTS: dict[str, tuple[str, tuple[Axis, ...]]] = {
     "zbv-dp2-optim": ("llama", (data_axis(2), sharded("optim"), pipeline_of("zbv-2"))),
 }
 FEW = ("dp3-optim", "tp4-optim", "tp2-sp-dp2-grads", "pp2-dp2-params")
+# Experts are cut over ep and etp, and their shards over what is left of the data ranks.
+TP2_SP = (tensor_axis(2), sequence_axis())
+MIXTURES: dict[str, tuple[str, tuple[Axis, ...]]] = {
+    "ep2": ("mixtral", (data_axis(2), expert_axis(2))),
+    "ep2-optim": ("deepseek", (data_axis(2), expert_axis(2), sharded("optim"))),
+    "ep2-dp4-grads": ("deepseek", (data_axis(4), expert_axis(2), sharded("optim_grads"))),
+    "dp3-params": ("mixtral", (data_axis(3), sharded("optim_grads_params"))),
+    "ep2-etp2-optim": (
+        "mixtral",
+        (*TP2_SP, data_axis(2), expert_axis(2, 2, "allgather"), sharded("optim")),
+    ),
+    "ep2-etp1-params": (
+        "qwen3-moe",
+        (*TP2_SP, data_axis(2), expert_axis(2, 1), sharded("optim_grads_params")),
+    ),
+    "ep2-hybrid": (
+        "mixtral",
+        (
+            data_axis(4),
+            expert_axis(2),
+            sharded("optim_grads", "--num-distributed-optimizer-instances", "2"),
+        ),
+    ),
+    "pp2-ep2-params": (
+        "deepseek",
+        (data_axis(2), expert_axis(2), sharded("optim_grads_params"), pipeline_of("1f1b-2")),
+    ),
+}
+LAYOUTS |= {f"moe-{name}": row for name, row in MIXTURES.items()}
+FEW_MIXTURES = ("moe-ep2-dp4-grads", "moe-ep2-etp2-optim")
 ROWS = [
     (optimizer, layout)
     for optimizer in OPTIMIZERS
-    for layout in (LAYOUTS if optimizer in ("muon", "adafactor") else FEW)
+    for layout in (LAYOUTS if optimizer in ("muon", "adafactor") else (*FEW, *FEW_MIXTURES))
 ]
 # Orthogonalisation and division by roots amplify rounding as Adam does.
 MATCH32_MATRICES = dataclasses.replace(MATCH32_ADAM, name="MATCH32 after matrix updates")
