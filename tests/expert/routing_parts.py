@@ -51,6 +51,7 @@ SHAPES = {
     "sigmoid": replace(SIGMOID, balancing=ALL_LOSSES, z_loss_coeff=0.001),
     "sigmoid_top_1": replace(SIGMOID, topk=1, balancing=(("aux_loss", 0.01),)),
     "sigmoid_groups": replace(SIGMOID, num_groups=4, group_topk=2, scaling_factor=2.5),
+    "sigmoid_one_group": replace(SIGMOID, topk=3, num_groups=2, group_topk=1),
     "sqrtsoftplus": replace(SIGMOID, score_function="sqrtsoftplus", balancing=ALL_LOSSES),
 }
 
