@@ -94,6 +94,25 @@ def coefficients_fault(f: Facts) -> str:
     return ""
 
 
+def sinkhorn_fault(f: Facts) -> str:
+    """What Sinkhorn's assignment would leave unheeded; empty if nothing."""
+    config = f.config
+    unheeded = {
+        GROUPS: config.moe_router_num_groups is not None,
+        "--moe-router-enable-expert-bias": config.moe_router_enable_expert_bias,
+        f"--moe-router-score-function {config.moe_router_score_function}": (
+            config.moe_router_score_function != "softmax"
+        ),
+    }
+    given = [flag for flag, is_given in unheeded.items() if is_given]
+    if "sinkhorn" not in config.moe_router_load_balancing_type or not given:
+        return ""
+    return (
+        f"{given[0]} has no effect beside --moe-router-load-balancing-type sinkhorn, which assigns "
+        "tokens to experts by the logits alone: leave one of the two out"
+    )
+
+
 def expert_width(f: Facts) -> int:
     """Inner width of an expert; 0 where it is unknown."""
     return f.config.moe_ffn_hidden_size or ffn_width(f)
@@ -154,6 +173,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     ),
     fault_rule("router-groups", groups_fault),
     fault_rule("balancing-coefficients", coefficients_fault),
+    fault_rule("sinkhorn-decides-alone", sinkhorn_fault),
     Rule(
         "expert-bias-needs-sigmoid",
         lambda f: (

@@ -1,0 +1,126 @@
+"""Mixtures of experts: what is refused, in which words; what the flags mean."""
+
+import pytest
+
+from megatron_lite.config.expert_plan import plan_experts
+from megatron_lite.config.flags import parse_config
+from megatron_lite.config.rules import violations
+from tests.config.lines import line
+
+MIXTURE = "--num-experts 8"
+BAD = {
+    "topk-fits-experts": ("--moe-router-topk 9", ["--moe-router-topk 9", "1..--num-experts 8"]),
+    "top-1-needs-pre-softmax": ("--moe-router-topk 1", ["no gradient", "--moe-router-pre-softmax"]),
+    "router-groups": (
+        "--moe-router-num-groups 3 --moe-router-group-topk 1",
+        ["--moe-router-num-groups 3 must divide --num-experts 8", "2 or 4"],
+    ),
+    "groups-alone": (
+        "--moe-router-num-groups 4",
+        ["--moe-router-num-groups needs --moe-router-group-topk"],
+    ),
+    "groups-too-small": (
+        "--moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 1",
+        ["4 experts do not fit", "at most 2"],
+    ),
+    "groups-uneven": (
+        "--moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2",
+        ["must be a multiple of --moe-router-group-topk 2"],
+    ),
+    "balancing-coefficients": (
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1 2 3",
+        ["has 3 values for 2 kinds", "give one, or one for each"],
+    ),
+    "kinds-twice": (
+        "--moe-router-load-balancing-type aux_loss aux_loss",
+        ["a kind is named twice"],
+    ),
+    "sinkhorn-and-losses": (
+        "--moe-router-load-balancing-type sinkhorn aux_loss",
+        ["none and sinkhorn stand alone"],
+    ),
+    "sinkhorn-and-groups": (
+        "--moe-router-load-balancing-type sinkhorn --moe-router-num-groups 2 "
+        "--moe-router-group-topk 1",
+        ["--moe-router-num-groups has no effect beside", "sinkhorn"],
+    ),
+    "sinkhorn-and-scores": (
+        "--moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid",
+        ["--moe-router-score-function sigmoid has no effect beside"],
+    ),
+    "sinkhorn-and-bias": (
+        "--moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias",
+        ["--moe-router-enable-expert-bias has no effect beside"],
+    ),
+    "expert-bias-needs-sigmoid": (
+        "--moe-router-enable-expert-bias",
+        ["needs --moe-router-score-function sigmoid"],
+    ),
+    "scaling-factor-positive": (
+        "--moe-router-topk-scaling-factor 0",
+        ["--moe-router-topk-scaling-factor 0.0 must be greater than 0"],
+    ),
+    "capacity-positive": (
+        "--moe-expert-capacity-factor 0",
+        ["--moe-expert-capacity-factor 0.0 must be greater than 0"],
+    ),
+    "padding-needs-capacity": (
+        "--moe-pad-expert-input-to-capacity",
+        ["needs --moe-expert-capacity-factor"],
+    ),
+    "shared-gate": (
+        "--moe-shared-expert-gate",
+        ["needs --moe-shared-expert-intermediate-size"],
+    ),
+    "layer-pattern": ("--moe-layer-freq ([0]*2)", ["--moe-layer-freq ([0]*2)"]),
+}
+
+
+def faults(text: str) -> list[str]:
+    return [message for _, message in violations(parse_config(line(text), {}), 1)]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_one_message_says_what_is_wrong_and_what_is_legal(name: str) -> None:
+    flags, parts = BAD[name]
+    (message,) = faults(f"{MIXTURE} {flags}")
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--moe-router-topk 1 --moe-router-pre-softmax",
+        "--moe-router-topk 1 --moe-router-score-function sigmoid",
+        "--moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
+        "--moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2",
+        "--moe-expert-capacity-factor 100 --moe-pad-expert-input-to-capacity",
+        "--moe-router-topk 8 --moe-per-layer-logging",
+    ],
+)
+def test_legal_mixtures_pass(flags: str) -> None:
+    assert faults(f"{MIXTURE} {flags}") == []
+
+
+def test_flags_of_routers_wait_for_experts() -> None:
+    assert faults("--moe-router-topk 1 --moe-layer-freq 9") == []
+    config = parse_config(line(""), {})
+    assert plan_experts(config, 4, 16) is None
+
+
+def test_one_coefficient_serves_all_kinds_and_zero_switches_off() -> None:
+    def balancing(flags: str) -> tuple[tuple[str, float], ...]:
+        shape = plan_experts(parse_config(line(f"{MIXTURE} {flags}"), {}), 4, 16)
+        assert shape is not None
+        return shape.balancing
+
+    kinds = "--moe-router-load-balancing-type aux_loss seq_aux_loss"
+    assert balancing(f"{kinds} --moe-aux-loss-coeff 0.1") == (
+        ("aux_loss", 0.1),
+        ("seq_aux_loss", 0.1),
+    )
+    assert balancing(f"{kinds} --moe-aux-loss-coeff 0.1 0") == (("aux_loss", 0.1),)
+    assert balancing(kinds) == ()
+    assert balancing("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1") == ()
