@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from megatron_lite.verify.axes import (
     Axis,
     data_axis,
+    expert_axis,
     microbatch_axis,
     recompute_axis,
     sequence_axis,
@@ -43,7 +44,7 @@ SHARDINGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 FACTORS: Mapping[str, Sequence[object]] = {
     "sharding": tuple(SHARDINGS),
-    "model": ("gpt2", "llama"),  # tied and untied
+    "model": ("gpt2", "llama", "mixtral"),  # tied, untied, experts
     "dp": (2, 3, 4),
     "accumulate": (1, 4),
     "tp": ("1", "2-sp"),
@@ -70,6 +71,11 @@ def batch_of(row: Row) -> int:
     return 4 * int(str(row["dp"]))
 
 
+def micro_of(row: Row) -> int | None:
+    """Samples per microbatch of the reference too: what balances experts depends on it."""
+    return 4 // int(str(row["accumulate"])) if row["model"] == "mixtral" else None
+
+
 def layers_for(row: Row) -> int:
     """Layers of the model that this row cuts."""
     if row["pipeline"] == "none":
@@ -88,6 +94,8 @@ def axes_of(row: Row) -> tuple[Axis, ...]:
     if row["pipeline"] != "none":
         axes.append(pipeline_of(str(row["pipeline"])))
     axes.append(microbatch_axis(4 // int(str(row["accumulate"]))))
+    if row["model"] == "mixtral" and int(str(row["dp"])) * int(str(row["tp"])[0]) % 2 == 0:
+        axes.append(expert_axis(2, 1))
     if row["recompute"] != "none":
         axes.append(recompute_axis(str(row["recompute"])))
     return tuple(axes)

@@ -1,6 +1,6 @@
 """Any sharding of the data axis, the same numbers: by the equality classes.
 
-Every strategy meets, in pairs, tied and untied models, data ranks that divide nothing, TP
+Every strategy meets, in pairs, tied, untied and mixed models, data ranks that divide nothing, TP
 with SP, pipelines, accumulation, recomputation and optimizers; the whole product with
 MLITE_PARITY_FULL=1 (`scripts/parity_full.sh`). The clip is active.
 """
@@ -12,7 +12,7 @@ import pytest
 from megatron_lite.verify.classes import MATCH32, MATCH32_ADAM, MATCH64
 from megatron_lite.verify.covering import Row
 from tests.parity.conftest import Certifiers
-from tests.parity.sharding import axes_of, batch_of, layers_for, row_name, sharding_rows
+from tests.parity.sharding import axes_of, batch_of, layers_for, micro_of, row_name, sharding_rows
 
 pytestmark = pytest.mark.parity
 
@@ -39,6 +39,7 @@ def test_sharding_equals_one_process(certifier_of: Certifiers, row: Row) -> None
         f"--num-layers {layers_for(row)} {OPTIMIZERS[optimizer]}",
         steps=3,
         batch=batch_of(row),
+        micro=micro_of(row),
         limits=LIMITS.get((precision, optimizer), MATCH64),
     )
     differences, _ = certifier.compare(axes_of(row))
