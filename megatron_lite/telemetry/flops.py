@@ -30,10 +30,27 @@ def _check_convention(convention: str) -> None:
 
 
 def attention_matmul_weights(model: ModelShape) -> int:
-    """Weights of q, k, v and proj of one layer."""
+    """Weights of q, k, v and proj of one layer, or of those to the latents and from them."""
     query_size = model.num_attention_heads * model.kv_channels
+    latent = model.latent
+    if latent is not None:
+        heads, low = model.num_attention_heads, latent.kv_lora_rank
+        context_size = heads * latent.v_head_dim
+        queries = query_size * (latent.q_lora_rank or model.hidden_size)
+        pairs = heads * (latent.qk_head_dim + latent.v_head_dim) * low
+        inside = queries + pairs + model.hidden_size * context_size
+        return inside + replicated_matmul_weights(model)
     kv_size = model.num_query_groups * model.kv_channels
     return model.hidden_size * (2 * query_size + 2 * kv_size)
+
+
+def replicated_matmul_weights(model: ModelShape) -> int:
+    """Weights of one layer that every tp rank has: to the latents. They see tokens as norms do."""
+    latent = model.latent
+    if latent is None:
+        return 0
+    widths = latent.q_lora_rank + latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+    return model.hidden_size * widths
 
 
 def mlp_matmul_weights(model: ModelShape, width: int) -> int:
@@ -84,9 +101,9 @@ def model_flops_per_token(model: ModelShape, convention: str = "full_square") ->
     _check_convention(convention)
     weights = sum(layer_matmul_weights(model, layer) for layer in range(model.num_layers))
     weights += model.hidden_size * model.vocab_size
-    query_size = model.num_attention_heads * model.kv_channels
+    channels = model.num_attention_heads * (model.kv_channels + model.value_channels)
     visible = sum(_twice_visible(model, layer, convention) for layer in range(model.num_layers))
-    pairs = query_size * visible  # scores and values
+    pairs = channels * visible // 2  # scores and values
     linear_flops = FORWARD_AND_BACKWARD * FLOPS_PER_MULTIPLY_ADD * weights
     attention_flops = FORWARD_AND_BACKWARD * FLOPS_PER_MULTIPLY_ADD * pairs
     return linear_flops + attention_flops
@@ -161,6 +178,15 @@ def local_kv_heads(model: ModelShape, tp_size: int) -> int:
     return max(model.num_query_groups // tp_size, 1)
 
 
+def local_attention_weights(model: ModelShape, tp_size: int) -> int:
+    """Attention weights of one layer that a tensor-parallel rank multiplies all tokens by."""
+    if model.latent is not None:
+        return (attention_matmul_weights(model) - replicated_matmul_weights(model)) // tp_size
+    local_query = model.num_attention_heads // tp_size * model.kv_channels
+    local_kv = local_kv_heads(model, tp_size) * model.kv_channels
+    return model.hidden_size * (2 * local_query + 2 * local_kv)
+
+
 def count_rank_gemm_flops(
     model: ModelShape,
     parallel: ParallelShape,
@@ -192,28 +218,30 @@ def count_rank_gemm_flops(
         selective_products: attention products run again under "selective": 2 when core
             attention runs again as a whole, 1 when only the scores do.
     """
-    d = model.kv_channels
-    local_query = model.num_attention_heads // parallel.tp * d
-    local_kv = local_kv_heads(model, parallel.tp) * d
-    attention_weights = model.hidden_size * (2 * local_query + 2 * local_kv)
     weights = [
-        attention_weights
+        local_attention_weights(model, parallel.tp)
         + mlp_matmul_weights(model, dense_mlp_width(model, layer)) // parallel.tp
         + sliced_matmul_weights(model, layer) // parallel.tp
         for layer in layers
     ]
     tokens = samples * model.seq_length // parallel.cp
-    linear_forward = FLOPS_PER_MULTIPLY_ADD * tokens * sum(weights)
-    product = FLOPS_PER_MULTIPLY_ADD * tokens * model.seq_length * local_query  # one layer
-    attention_forward = 2 * product * len(layers)
+    # To the latents every rank projects its part of the residual stream.
+    stream_tokens = tokens // (parallel.tp if parallel.sequence_parallel else 1)
+    below = FLOPS_PER_MULTIPLY_ADD * stream_tokens * replicated_matmul_weights(model)
+    linear_forward = FLOPS_PER_MULTIPLY_ADD * tokens * sum(weights) + below * len(layers)
+    pairs = FLOPS_PER_MULTIPLY_ADD * tokens * model.seq_length
+    pairs *= model.num_attention_heads // parallel.tp
+    scores, values = pairs * model.kv_channels, pairs * model.value_channels  # of one layer
+    attention_forward = (scores + values) * len(layers)
     head_forward = FLOPS_PER_MULTIPLY_ADD * tokens * model.hidden_size * head_rows
 
     again = 0
     if recompute == "selective":
-        again = selective_products * product * len(layers)
+        again = (scores + (values if selective_products > 1 else 0)) * len(layers)
     elif recompute == "full":
         repeated = weights[:recomputed_layers]
-        again = FLOPS_PER_MULTIPLY_ADD * tokens * sum(repeated) + 2 * product * len(repeated)
+        again = FLOPS_PER_MULTIPLY_ADD * tokens * sum(repeated)
+        again += (below + scores + values) * len(repeated)
     return RankGemmFlops(
         layer_linears=FORWARD_AND_BACKWARD * linear_forward,
         attention=FORWARD_AND_BACKWARD * attention_forward,

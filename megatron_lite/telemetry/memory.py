@@ -8,10 +8,17 @@ communication buffers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.telemetry.flops import local_kv_heads
+from megatron_lite.telemetry.expert_memory import deferred_expert_bytes, experts_bytes
+from megatron_lite.telemetry.flops import dense_mlp_width, local_kv_heads
+from megatron_lite.telemetry.latent_memory import (
+    deferred_latent_bytes,
+    latent_channels,
+    latents_bytes,
+)
 from megatron_lite.telemetry.state_memory import DTYPE_BYTES, StateBytes
 
 if TYPE_CHECKING:
@@ -115,6 +122,7 @@ class ActivationShape:
         """Whether [s, s] probabilities are formed."""
         model = self.model
         explicit = model.attention_dropout > 0.0 or model.sinks != "none"
+        explicit = explicit or model.kv_channels != model.value_channels
         return (explicit and not self.native) or not self.fused_attention
 
     @property
@@ -153,34 +161,49 @@ def attention_bytes(shape: ActivationShape, keep_probabilities: bool) -> int:
     kv_heads = local_kv_heads(model, parallel.tp)
     query, kv = heads * model.kv_channels, kv_heads * model.kv_channels
     fused_qkv = query + 2 * kv
+    is_explicit = keep_probabilities and shape.explicit_attention
+    extra = core_bytes(shape, is_explicit) if keep_probabilities else 0
+    if model.latent is not None:
+        inside = latent_channels(shape) * shape.tokens * shape.narrow
+        return inside + latents_bytes(shape) + extra
     elements = query  # the context, input of the projection
-    extra = 0
-    if keep_probabilities and shape.explicit_attention:
-        # Per-head copies replace the fused tensor, which q/k norms still need.
-        elements += fused_qkv * (2 if model.qk_norm else 1)
-        extra = probability_bytes(shape)
+    if is_explicit:
+        # Per-head copies replace the fused tensor, which q/k norms still need, and which one KV
+        # head is read from where it lies.
+        makes_heads = model.qk_norm or model.rotary is not None
+        elements += query + (2 * kv if kv_heads > 1 else kv if makes_heads else 0)
+        elements += fused_qkv if model.qk_norm or kv_heads == 1 else 0
     else:
         # v stays a view of the fused tensor; rotary and q/k norm make new q and k.
         elements += fused_qkv
         if model.qk_norm or model.rotary is not None:
             elements += query + kv
-        if keep_probabilities:
-            extra = heads * shape.tokens * shape.wide  # log-sum-exp
-            if model.sinks != "none":
-                elements += query  # the context without sinks
-            if model.window is not None and not shape.native:  # torch's mask, where there is one
-                mask_bytes = model.seq_length**2 * shape.narrow
-                extra += mask_bytes * len(model.window.layers) // model.num_layers
     if model.qk_norm:
         extra += shape.tokens * (heads + kv_heads) * shape.statistics * shape.wide
     return elements * shape.tokens * shape.narrow + extra
 
 
-def layer_bytes(shape: ActivationShape, keep_probabilities: bool = True) -> int:
+def core_bytes(shape: ActivationShape, is_explicit: bool) -> int:
+    """What the attention core keeps beside its inputs and the context."""
+    model = shape.model
+    if is_explicit:
+        return probability_bytes(shape)
+    rows = model.num_attention_heads // shape.parallel.tp * shape.tokens
+    kept = rows * shape.wide  # log-sum-exp
+    if model.sinks != "none":
+        kept += rows * model.value_channels * shape.narrow  # the context without sinks
+    if model.window is not None and not shape.native:  # torch's mask, where there is one
+        mask_bytes = model.seq_length**2 * shape.narrow
+        kept += mask_bytes * len(model.window.layers) // model.num_layers
+    return kept
+
+
+def layer_bytes(shape: ActivationShape, layer: int, keep_probabilities: bool = True) -> int:
     """What one layer keeps for its backward pass.
 
     Args:
         shape: the microbatch.
+        layer: its global number.
         keep_probabilities: False under selective recomputation.
     """
     model = shape.model
@@ -190,21 +213,31 @@ def layer_bytes(shape: ActivationShape, keep_probabilities: bool = True) -> int:
     if shape.keeps_masks:
         total += 2 * shape.stream_tokens * model.hidden_size  # one byte per element
     total += attention_bytes(shape, keep_probabilities)
-    ffn = _ceil_div(model.ffn_hidden_size, shape.parallel.tp)
-    fc1_outputs = 2 if model.gated else 1
-    return total + (fc1_outputs + 1) * ffn * shape.tokens * shape.narrow
+    if model.is_moe(layer):
+        total += experts_bytes(shape)
+    return total + mlp_channels(shape, layer) * shape.tokens * shape.narrow
 
 
-def deferred_bytes(shape: ActivationShape) -> int:
+def mlp_channels(shape: ActivationShape, layer: int) -> int:
+    """Channels inside a layer's MLP or shared expert, on this rank."""
+    first = 2 if shape.model.gated else 1
+    return (first + 1) * _ceil_div(dense_mlp_width(shape.model, layer), shape.parallel.tp)
+
+
+def deferred_bytes(shape: ActivationShape, layer: int) -> int:
     """What one layer leaves between I and W: inputs and output gradients of its products."""
     model, parallel = shape.model, shape.parallel
     query = model.num_attention_heads // parallel.tp * model.kv_channels
     fused_qkv = query + 2 * local_kv_heads(model, parallel.tp) * model.kv_channels
-    ffn = _ceil_div(model.ffn_hidden_size, parallel.tp)
-    fc1_outputs = 2 if model.gated else 1
     # Under sequence parallelism, too: what was gathered for the products is kept whole.
-    channels = 4 * model.hidden_size + query + fused_qkv + (fc1_outputs + 1) * ffn
-    return channels * shape.tokens * shape.narrow
+    inner = mlp_channels(shape, layer)
+    channels = (2 if inner else 0) * model.hidden_size + inner
+    further = deferred_expert_bytes(shape) if model.is_moe(layer) else 0
+    if model.latent is None:
+        channels += 2 * model.hidden_size + query + fused_qkv
+    else:
+        further += deferred_latent_bytes(shape)
+    return channels * shape.tokens * shape.narrow + further
 
 
 def end_bytes(
@@ -244,7 +277,7 @@ class StageMemory:
 
 def estimate_stage_bytes(
     shape: ActivationShape,
-    layers: int,
+    layers: Sequence[int],
     *,
     embedding: bool = True,
     head: bool = True,
@@ -256,35 +289,39 @@ def estimate_stage_bytes(
 
     Args:
         shape: the microbatch.
-        layers: transformer layers of the stage.
+        layers: global numbers of the transformer layers of the stage.
         embedding, head: it begins with the one, ends with the other.
         recompute: "none", "selective" (the attention core) or "full" (whole layers).
         recomputed_layers: layers under "full"; None = all.
         recompute_group: layers that are recomputed together.
     """
-    one_layer = layer_bytes(shape)
-    kept, working = layers * one_layer, 0
+    whole = [layer_bytes(shape, layer) for layer in layers]
+    kept, working = sum(whole), 0
     if recompute == "selective":
-        kept = layers * layer_bytes(shape, keep_probabilities=False)
+        kept = sum(layer_bytes(shape, layer, keep_probabilities=False) for layer in layers)
         if shape.explicit_attention and layers:
             working = probability_bytes(shape)
     elif recompute == "full":
-        light = layers if recomputed_layers is None else min(recomputed_layers, layers)
-        groups = _ceil_div(light, recompute_group)
-        kept = groups * shape.stream_bytes + (layers - light) * one_layer
-        working = min(recompute_group, light) * one_layer
-    ends = end_bytes(shape, embedding=embedding, head=head, layers=layers > 0)
-    return StageMemory(kept + ends, layers * deferred_bytes(shape), working)
+        light = len(layers) if recomputed_layers is None else min(recomputed_layers, len(layers))
+        starts = range(0, light, recompute_group)
+        kept = len(starts) * shape.stream_bytes + sum(whole[light:])
+        working = max((sum(whole[:light][at : at + recompute_group]) for at in starts), default=0)
+    ends = end_bytes(shape, embedding=embedding, head=head, layers=len(layers) > 0)
+    return StageMemory(kept + ends, sum(deferred_bytes(shape, n) for n in layers), working)
 
 
 def estimate_activation_bytes(
-    shape: ActivationShape, layers: int, *, microbatches_in_flight: int = 1, **recompute: Any
+    shape: ActivationShape,
+    layers: Sequence[int],
+    *,
+    microbatches_in_flight: int = 1,
+    **recompute: Any,
 ) -> int:
     """Bytes kept between forward and backward by a rank that holds the whole model.
 
     Args:
         shape: one microbatch.
-        layers: transformer layers.
+        layers: global numbers of the transformer layers.
         microbatches_in_flight: microbatches whose backward pass is outstanding.
         recompute: see `estimate_stage_bytes`.
 
@@ -317,7 +354,7 @@ def estimate_memory(
     state: StateBytes,
     *,
     micro_batch_size: int,
-    layers: int,
+    layers: Sequence[int],
     has_head: bool = True,
     recompute: str = "none",
     recomputed_layers: int | None = None,

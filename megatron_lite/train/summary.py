@@ -124,7 +124,7 @@ def estimate_ledger(parts: Parts, pipeline_rank: int) -> MemoryLedger:
         plan.precision,
         state,
         micro_batch_size=plan.batch.micro_batch_size,
-        layers=sum(len(part.layers) for part in held),
+        layers=[layer for part in held for layer in part.layers],
         has_head=any(part.head for part in held),
         logits_chunk_tokens=math.ceil(tokens / chunks),
         native=parts.native,
@@ -231,7 +231,7 @@ def estimate_peak(parts: Parts, pipeline_rank: int) -> Alive:
     stages = {
         part.stage: estimate_stage_bytes(
             microbatch,
-            len(part.layers),
+            part.layers,
             embedding=part.embedding,
             head=part.head,
             recompute=plan.recompute,

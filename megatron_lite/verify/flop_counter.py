@@ -19,7 +19,7 @@ import megatron_lite.ops.matrix  # noqa: F401  defines the operations named belo
 
 
 def build_flop_counter() -> FlopCounterMode:
-    """A counting mode that covers every product of the dense model on the CPU."""
+    """A counting mode that covers every product of the model on the CPU."""
     aten, ours = torch.ops.aten, torch.ops.megatron_lite
     return FlopCounterMode(
         display=False,
@@ -30,8 +30,14 @@ def build_flop_counter() -> FlopCounterMode:
             ours.accumulate_product: _accumulated_transposed,
             ours.attention_forward: _attention_forward,
             ours.attention_backward: _attention_backward,
+            aten._grouped_mm: grouped_product,
         },
     )
+
+
+def grouped_product(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """FLOPs of rows [t, in] times the matrix [in, out] of each row's expert."""
+    return 2 * x[0] * weight[-2] * weight[-1]
 
 
 def _accumulated_product(into: Any, a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:

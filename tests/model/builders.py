@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.attention_plan import WindowShape
+from megatron_lite.config.attention_plan import LatentShape, WindowShape, YarnShape
 from megatron_lite.config.pipeline_plan import single_stage
 from megatron_lite.config.plan import (
     BatchPlan,
@@ -83,6 +83,25 @@ FAMILIES = {
         activation_limit=0.3,
         linear_offset=1.0,
     ),
+    "mla": replace(
+        LLAMA,
+        num_query_groups=4,
+        kv_channels=10,
+        latent=LatentShape(12, 14, 6, 4, 8),
+        qk_norm=True,
+        position="yarn",
+        rotary=RotaryShape(100.0, 4, True, 1.0, None, YarnShape(4.0, 8, 2.0, 1.0, 1.0, 0.7, True)),
+    ),
+    "mla_without_q_latent": replace(
+        LLAMA,
+        num_query_groups=4,
+        kv_channels=16,
+        latent=LatentShape(0, 14, 8, 8, 16),
+        rotary=RotaryShape(100.0, 8, True, 1.0, None),
+        sinks="learned",
+        linear_bias=True,
+        qkv_bias=False,
+    ),
     "off_by_one": replace(LLAMA, sinks="zero", window=WindowShape(2, (0, 1))),
     "one_plus_squared_relu": replace(
         LLAMA, norm_one_plus=True, gated=False, activation="squared_relu"
@@ -121,7 +140,7 @@ def build_stage(
 ) -> tuple[GPTStage, tuple[ParamSpec, ...]]:
     """A stage with its initial values."""
     specs = model_spec(plan.model, plan.parallel)
-    coordinate = {"tp": tp_rank, "cp": 0, "dp": 0, "pp": 0}
+    coordinate = {"tp": tp_rank, "cp": 0, "dp": 0, "pp": 0, "etp": tp_rank, "ep": 0, "edp": 0}
     stage = GPTStage(plan, specs, groups or local_groups(), coordinate, "cpu", options)
     stage.allocate()
     for spec, piece in logical_pieces(stage, coordinate, lambda p: p.data):
@@ -156,7 +175,7 @@ def build_context(
         positions=local,
         full_positions=full,
         loss_weights=weights,
-        denominators={"lm": weights.sum()},
+        denominators={"lm": weights.sum(), "moe": torch.ones((), dtype=torch.float64)},
         wgrads=WeightGradientStore(sink, deferred) if sink is not None else None,
     )
 

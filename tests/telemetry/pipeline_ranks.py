@@ -51,7 +51,7 @@ def measure_forwards(argv: Sequence[str], rank: int, world_size: int) -> list[tu
         )
         stages: dict[int, Any] = {
             part.stage: estimate_stage_bytes(
-                microbatch, len(part.layers), embedding=part.embedding, head=part.head
+                microbatch, part.layers, embedding=part.embedding, head=part.head
             )
             for part in plan.pipeline.parts
         }

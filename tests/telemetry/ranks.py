@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.config.attention_plan import WindowShape
+from megatron_lite.config.attention_plan import LatentShape, WindowShape
+from megatron_lite.config.expert_plan import ExpertShape
 from megatron_lite.config.plan import ModelShape, Plan, PrecisionShape, RotaryShape
 from megatron_lite.mesh.grid import build_grids
 from megatron_lite.mesh.groups import build_groups
@@ -19,6 +20,7 @@ from megatron_lite.model.gpt import GPTStage, StageOptions
 from megatron_lite.telemetry.flops import count_rank_gemm_flops
 from megatron_lite.telemetry.memory import ActivationShape, estimate_activation_bytes
 from megatron_lite.telemetry.meters import LiveStorageMeter
+from megatron_lite.verify.flop_counter import grouped_product
 from tests.model.builders import (
     GPT2,
     LLAMA,
@@ -55,6 +57,47 @@ SHAPES["gptoss"] = replace(
     linear_offset=1.0,
     linear_bias=True,
     qkv_bias=True,
+)
+SHAPES["mixture"] = replace(
+    SHAPES["llama"],
+    experts=ExpertShape(
+        num_experts=8,
+        topk=3,
+        ffn_hidden_size=48,
+        layers=(1, 2),
+        shared_ffn_hidden_size=32,
+        shared_gate=False,
+        score_function="softmax",
+        pre_softmax=True,
+        scaling_factor=1.0,
+        num_groups=1,
+        group_topk=1,
+        expert_bias=False,
+        bias_update_rate=0.0,
+        router_dtype="float32",
+        balancing=(("aux_loss", 0.01),),
+        sinkhorn=False,
+        z_loss_coeff=0.001,
+        jitter=0.0,
+        capacity_factor=None,
+        pad_to_capacity=False,
+        drop_policy="probs",
+        dispatcher="alltoall",
+    ),
+)
+SHAPES["mla"] = replace(
+    SHAPES["llama"],
+    num_query_groups=4,
+    kv_channels=24,
+    latent=LatentShape(20, 28, 16, 8, 16),
+    qk_norm=True,
+    rotary=RotaryShape(10000.0, 8, True, 1.0, None),
+)
+SHAPES["mla_plain"] = replace(
+    SHAPES["mla"],
+    kv_channels=16,
+    latent=LatentShape(0, 28, 8, 8, 16),
+    qk_norm=False,
 )
 SAMPLES = 2
 
@@ -112,7 +155,8 @@ def measure_flops(rank: int, world_size: int, **settings: Any) -> dict[str, int]
     """FLOPs executed by forward and backward of one microbatch, and the count."""
     case = Case(**settings)
     stage, _, inputs = build_case(case, rank, world_size)
-    mapping = {torch.ops.aten.addmm_: count_in_place}
+    aten = torch.ops.aten
+    mapping = {aten.addmm_: count_in_place, aten._grouped_mm: grouped_product}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         stage(*inputs).backward()
     counted = count_rank_gemm_flops(
@@ -155,7 +199,7 @@ def measure_memory(rank: int, world_size: int, **settings: Any) -> dict[str, int
     )
     estimate = estimate_activation_bytes(
         shape,
-        case.model.num_layers,
+        range(case.model.num_layers),
         recompute=case.recompute,
         recompute_group=1 if case.method == "block" else case.group,
         recomputed_layers=case.recomputed_layers,

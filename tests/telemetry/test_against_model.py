@@ -38,6 +38,9 @@ def measure(
         ("gpt2_dropout", "selective", 1, False),
         ("gpt2_dropout", "full", 1, False),
         ("gptoss", "none", 2, True),
+        ("mla", "none", 2, True),
+        ("mla", "full", 2, False),
+        ("mla_plain", "selective", 1, False),
     ],
 )
 def test_executed_flops_equal_the_count_of_every_rank(
@@ -70,6 +73,9 @@ def test_block_recompute_executes_only_its_layers_again(rank_pool: RankPool) -> 
         ("gpt2_dropout", "float32", 4, True),
         ("gptoss", "float32", 2, False),
         ("gptoss", "bfloat16", 2, True),
+        ("mla", "float32", 2, False),
+        ("mla", "bfloat16", 2, True),
+        ("mla_plain", "float32", 1, False),
     ],
 )
 @pytest.mark.parametrize("native", [False, True], ids=["reference", "native"])
@@ -80,6 +86,20 @@ def test_kept_activations_equal_the_formula(
     for result in measure(rank_pool, measure_memory, tp, **settings):
         # What the formula leaves out: scalars, positions, sums per sample.
         assert result["estimate"] == pytest.approx(result["kept"], rel=0.003)
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
+def test_experts_execute_and_keep_what_the_formulas_say_in_sum(
+    rank_pool: RankPool, tp: int, sp: bool
+) -> None:
+    """A rank's part depends on the routing; what all ranks do together does not."""
+    settings = {"family": "mixture", "sp": sp}
+    flops = measure(rank_pool, measure_flops, tp, **settings, fused=False)
+    assert sum(r["executed"] for r in flops) == sum(r["counted"] for r in flops)
+    for dtype in ("float32", "bfloat16"):
+        memory = measure(rank_pool, measure_memory, tp, **settings, dtype=dtype, native=True)
+        kept, estimate = (sum(r[name] for r in memory) for name in ("kept", "estimate"))
+        assert estimate == pytest.approx(kept, rel=0.01)
 
 
 @pytest.mark.parametrize(("family", "fused"), [("llama", True), ("gpt2_dropout", False)])

@@ -20,7 +20,7 @@ def activations(recompute: str = "none", tp: int = 1, sp: bool = False, **more: 
     layers = more.pop("layers", 4)
     model = tiny_model(**more.pop("model", {}))
     shape = ActivationShape(model, layout(tp, sequence_parallel=sp), FP32, 2)
-    return estimate_activation_bytes(shape, layers, recompute=recompute, **more)
+    return estimate_activation_bytes(shape, range(layers), recompute=recompute, **more)
 
 
 TOKENS = 32 * 2
@@ -89,7 +89,7 @@ def test_the_ledger_adds_up(has_head: bool, logits: int) -> None:
         FP32,
         StateBytes(400, 400, 0, 800, 30, 7, "embedding"),
         micro_batch_size=2,
-        layers=4,
+        layers=range(4),
         has_head=has_head,
         logits_chunk_tokens=16,
     )
