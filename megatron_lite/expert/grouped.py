@@ -205,7 +205,8 @@ class _GroupedLinears(torch.autograd.Function):
         grad_x = _multiply_back(parts, ctx.weights, rows) if ctx.needs_input_grad[0] else None
         trained = sum(weight.requires_grad for weight in ctx.weights)
         inputs = _Inputs(ctx.saved_tensors, trained, mb.native)
-        for weight, bias, part in zip(ctx.weights, ctx.biases, parts, strict=True):
+        # The last first, as buckets are ordered: they leave in that order.
+        for weight, bias, part in reversed([*zip(ctx.weights, ctx.biases, parts, strict=True)]):
             wgrad = _weight_gradient(part, inputs, rows, mb.native)
             mb.wgrads.put(weight, wgrad, deferrable=True)
             if bias is not None:

@@ -24,7 +24,7 @@ from megatron_lite.train.step import TrainStep
 from megatron_lite.train.summary import estimate_ledger, rank_layout
 from tests.train.program import build_and
 
-DATA_GROUPS = ("dp_cp", "dp_shard", "dp_replicate")
+DATA_GROUPS = ("dp_cp", "dp_shard", "dp_replicate", "edp", "edp_shard", "edp_replicate")
 
 
 def two_steps(argv: Sequence[str], rank: int, world_size: int) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def wire_of(parts: Parts, recorder: Recorder) -> dict[str, Any]:
     found = Counter(
         (entry.op, entry.group, entry.elements, entry.dtype)
         for entry in recorder.records
-        if entry.group in DATA_GROUPS and entry.elements > 1  # one: the denominator
+        if entry.group in DATA_GROUPS and entry.elements > 2  # up to two: denominators
     )
     plan, sharding = parts.plan, data_sharding(parts.plan)
     count = plan.batch.num_microbatches_at(0)
@@ -65,8 +65,14 @@ def wire_of(parts: Parts, recorder: Recorder) -> dict[str, Any]:
 def bytes_of(parts: Parts) -> dict[str, Any]:
     """Bytes of state between steps, of all tensors of the process, and the ledger's."""
     buffers, optimizer = parts.buffers, parts.optimizer
+    frozen = optimizer._frozen
+    assert frozen is not None
     kept = {
-        "parameters": [*buffers.values.values(), *buffers.owned_values.values()],
+        "parameters": [
+            *buffers.values.values(),
+            *buffers.owned_values.values(),
+            *(frozen.params[physical.name].data for physical in frozen.physicals),
+        ],
         "main_grads": [*buffers.gradients.values(), *buffers.owned_gradients.values()],
         "masters": [*optimizer.masters.values()],
         "moments": [t for kind in optimizer.state.values() for t in kind.tensors.values()],

@@ -77,6 +77,11 @@ def test_each_level_of_hybrid_sharding_equals_its_closed_form(
             assert told["sent"]["dp_shard"] == pytest.approx(crossings * told["psi"] / 2)
 
 
+# The balancing biases are no parameters: fp32 in every run, whole on every rank.
+MIXTURE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 50 --moe-router-enable-expert-bias "
+    "--moe-router-score-function sigmoid"
+)
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 
 
@@ -87,8 +92,10 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
         ("params-unsharded", "--tensor-model-parallel-size 2 --sequence-parallel", 4),
         ("optim-overlap", "--bf16", 2),
         ("params", "--bf16 --optimizer sgd", 3),
+        ("grads", f"--bf16 {MIXTURE} --freeze *.linear_proj.*", 2),
+        ("params", f"{MIXTURE} --expert-model-parallel-size 2", 4),
     ],
-    ids=["recompute", "tp2-sp", "bf16", "bf16-sgd"],
+    ids=["recompute", "tp2-sp", "bf16", "bf16-sgd", "frozen", "experts"],
 )
 def test_the_closed_forms_hold_beside_other_axes(
     rank_pool: RankPool, mode: str, more: str, ranks: int
