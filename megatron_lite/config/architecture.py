@@ -47,6 +47,7 @@ ARCHITECTURE_FIELDS = (
     "untie_embeddings_and_output_weights",
     "softmax_type",
     "window_size",
+    "multi_latent_attention",
     "activation_func_clamp_value",
     "glu_linear_offset",
     "num_experts",  # all that gives a router's or an expert's weight its meaning
@@ -80,6 +81,7 @@ def architecture_facts(model: ModelShape) -> dict[str, Any]:
         not model.tied,
         model.sinks,
         model.window and {"left": model.window.left, "layers": list(model.window.layers)},
+        model.latent and dataclasses.asdict(model.latent),
         None if model.activation_limit == math.inf else model.activation_limit,
         model.linear_offset,
         model.experts and _expert_facts(model.experts),

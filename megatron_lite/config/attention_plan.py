@@ -1,4 +1,4 @@
-"""What the attention of newer families is, resolved from its flags: windows, sinks, YaRN.
+"""What the attention of newer families is, resolved from its flags: windows, latents, YaRN.
 
 A window belongs to layers; a sink is one more logit per head in the softmax's denominator.
 YaRN slows channels down that turn rarely, for longer texts than a model was trained on.
@@ -84,9 +84,49 @@ class YarnShape:
         return low, high + 0.001 if low == high else high
 
 
+@dataclass(frozen=True)
+class LatentShape:
+    """Multi-latent attention.
+
+    Attributes:
+        q_lora_rank: width of the queries' latent; 0: queries come from the hidden states.
+        kv_lora_rank: width of the latent of keys and values.
+        qk_head_dim: channels per head of queries and keys without position.
+        qk_pos_emb_head_dim: with position; all heads share those of the keys.
+        v_head_dim: channels per head of values.
+    """
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+
+def plan_latent(config: Config) -> LatentShape | None:
+    """Resolve the flags of multi-latent attention; None without it."""
+    if not config.multi_latent_attention:
+        return None
+    return LatentShape(
+        config.q_lora_rank or 0,
+        config.kv_lora_rank,
+        config.qk_head_dim,
+        config.qk_pos_emb_head_dim,
+        config.v_head_dim,
+    )
+
+
+def uses_yarn(config: Config) -> bool:
+    """Whether YaRN scales the positions; multi-latent attention takes it for `rope`, too."""
+    kind = config.position_embedding_type
+    latent = config.multi_latent_attention and config.rotary_scaling_factor != 1.0
+    rope = kind == "rope" or config.use_rotary_position_embeddings
+    return kind == "yarn" or (latent and rope)
+
+
 def plan_yarn(config: Config) -> YarnShape | None:
     """Resolve the flags of YaRN; None where positions are not scaled by it."""
-    if config.position_embedding_type != "yarn":
+    if not uses_yarn(config):
         return None
     return YarnShape(
         factor=config.rotary_scaling_factor,

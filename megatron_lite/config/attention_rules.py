@@ -1,11 +1,23 @@
-"""Rules of attention windows, of YaRN's positions and of gated activations."""
+"""Rules of windows, YaRN's positions, multi-latent attention and gated activations."""
 
 from __future__ import annotations
 
-from megatron_lite.config.attention_plan import parse_window, plan_yarn, windowed_layers
+from collections.abc import Sequence
+
+from megatron_lite.config.attention_plan import (
+    parse_window,
+    plan_yarn,
+    uses_yarn,
+    windowed_layers,
+)
 from megatron_lite.config.facts import Facts, Rule
-from megatron_lite.config.model_rules import at_least_rule, flag_name
-from megatron_lite.config.plan import is_gated, position_kind
+from megatron_lite.config.model_rules import (
+    LARGEST_SIZE,
+    at_least_rule,
+    at_most_rule,
+    flag_name,
+)
+from megatron_lite.config.plan import ROTARY, is_gated, position_kind
 from megatron_lite.config.schema import Config
 
 YARN = "--position-embedding-type yarn"
@@ -17,6 +29,14 @@ YARN_FIELDS = (
     "yarn_correction_range_round_to_int",
     "mscale",
     "mscale_all_dim",
+)
+LATENT = "--multi-latent-attention"
+LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+NOT_LATENT = (
+    "group_query_attention",
+    "rotary_interleaved",
+    "rotary_percent",
+    "add_qkv_bias",
 )
 SKIP = "--window-attn-skip-freq"
 CLAMP = "--activation-func-clamp-value"
@@ -49,16 +69,26 @@ def skip_fault(f: Facts) -> str:
     return "" if chosen else f"{f.config.window_attn_skip_freq} leaves no layer a window"
 
 
-def uses_yarn(f: Facts) -> bool:
-    """Whether YaRN scales the positions."""
-    return position_kind(f.config) == "yarn"
+def changed(f: Facts, fields: Sequence[str]) -> list[str]:
+    """Flags that are given."""
+    default = Config()
+    return [flag_name(n) for n in fields if getattr(f.config, n) != getattr(default, n)]
 
 
 def idle_yarn(f: Facts) -> list[str]:
     """Flags of YaRN that are given without it."""
-    default = Config()
-    changed = [n for n in YARN_FIELDS if getattr(f.config, n) != getattr(default, n)]
-    return [] if uses_yarn(f) else [flag_name(name) for name in changed]
+    takes = uses_yarn(f.config) or f.config.multi_latent_attention
+    return [] if takes else changed(f, YARN_FIELDS)
+
+
+def beside_latent(f: Facts) -> list[str]:
+    """Flags that are given and mean nothing in multi-latent attention."""
+    return changed(f, NOT_LATENT) if f.config.multi_latent_attention else []
+
+
+def unturned(f: Facts) -> bool:
+    """Multi-latent attention without rotary positions."""
+    return f.config.multi_latent_attention and position_kind(f.config) not in ROTARY
 
 
 def yarn_turns(f: Facts) -> tuple[float, float]:
@@ -85,7 +115,7 @@ ATTENTION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "yarn-factor",
-        lambda f: uses_yarn(f) and not f.config.rotary_scaling_factor >= 1,
+        lambda f: uses_yarn(f.config) and not f.config.rotary_scaling_factor >= 1,
         lambda f: (
             f"--rotary-scaling-factor {f.config.rotary_scaling_factor} must be at least 1: texts "
             "get longer by it"
@@ -93,7 +123,7 @@ ATTENTION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "yarn-turns",
-        lambda f: uses_yarn(f) and not yarn_turns(f)[0] > yarn_turns(f)[1] > 0,
+        lambda f: uses_yarn(f.config) and not yarn_turns(f)[0] > yarn_turns(f)[1] > 0,
         lambda f: (
             f"--yarn-beta-fast {yarn_turns(f)[0]} must be greater than --yarn-beta-slow "
             f"{yarn_turns(f)[1]}, and both than 0"
@@ -101,12 +131,12 @@ ATTENTION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "yarn-base",
-        lambda f: uses_yarn(f) and f.config.rotary_base < 2,
+        lambda f: uses_yarn(f.config) and f.config.rotary_base < 2,
         lambda f: f"{YARN} needs --rotary-base 2 or more, not {f.config.rotary_base}",
     ),
     Rule(
         "yarn-growth",
-        lambda f: uses_yarn(f) and (f.config.mscale < 0 or f.config.mscale_all_dim < 0),
+        lambda f: uses_yarn(f.config) and (f.config.mscale < 0 or f.config.mscale_all_dim < 0),
         lambda f: (
             f"--mscale {f.config.mscale} and --mscale-all-dim {f.config.mscale_all_dim} must be "
             "at least 0"
@@ -115,7 +145,7 @@ ATTENTION_RULES: tuple[Rule, ...] = (
     Rule(
         "yarn-alone",
         lambda f: (
-            uses_yarn(f)
+            uses_yarn(f.config)
             and (
                 f.config.use_rope_scaling
                 or f.config.rotary_seq_len_interpolation_factor is not None
@@ -127,6 +157,24 @@ ATTENTION_RULES: tuple[Rule, ...] = (
         ),
     ),
     at_least_rule("yarn_original_max_position_embeddings", 1),
+    *(at_least_rule(field, 1) for field in LATENT_FIELDS),
+    *(at_most_rule(field, LARGEST_SIZE) for field in LATENT_FIELDS),
+    Rule(
+        "latent-alone",
+        lambda f: bool(beside_latent(f)),
+        lambda f: (
+            f"{LATENT} has heads, positions and biases of its own kind: leave out "
+            f"{', '.join(beside_latent(f))}"
+        ),
+    ),
+    Rule(
+        "latent-positions",
+        unturned,
+        lambda f: (
+            f"{LATENT} needs rotary positions, not {position_kind(f.config)}; legal: "
+            "--position-embedding-type rope, yarn"
+        ),
+    ),
     Rule(
         "clamp-needs-gate",
         lambda f: f.config.activation_func_clamp_value is not None and not is_gated(f.config),

@@ -106,6 +106,8 @@ def exclusive_rule(rule_id: str, *fields: str, why: str) -> Rule:
 
 def hidden_broken(f: Facts) -> bool:
     """Without --kv-channels the heads must divide the width."""
+    if f.config.multi_latent_attention:
+        return False
     if f.config.kv_channels is not None or not f.has("hidden_size", "num_attention_heads"):
         return False
     return f.number("hidden_size") % f.number("num_attention_heads") != 0
@@ -141,7 +143,8 @@ def rotary_broken(f: Facts) -> bool:
     """Rotated channels come in pairs."""
     if position_kind(f.config) not in ROTARY or hidden_broken(f):
         return False
-    if f.config.kv_channels is None and not f.has("hidden_size", "num_attention_heads"):
+    free = f.config.kv_channels is not None or f.config.multi_latent_attention
+    if not free and not f.has("hidden_size", "num_attention_heads"):
         return False
     channels = rotary_dim(f.config)
     return channels < 2 or channels % 2 != 0

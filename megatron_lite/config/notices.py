@@ -17,7 +17,8 @@ LEGACY = "--legacy-loss-normalization"
 
 def notices(config: Config, world_size: int) -> list[str]:
     """Return one line per notice for a checked config."""
-    found = inert_notices(config.inert_flags) + expert_notices(config)
+    found = inert_notices(config.inert_flags)
+    found += gated_notices(config, "num_experts") + gated_notices(config, "multi_latent_attention")
     found += layout_notices(config, world_size)
     found += state_notices(config)
     found += default_notices(config)
@@ -32,18 +33,17 @@ def inert_notices(flags: tuple[KnownFlag, ...]) -> list[str]:
     return [f"accepted, no effect: {', '.join(t)} ({reason})" for reason, t in by_reason.items()]
 
 
-def expert_notices(config: Config) -> list[str]:
-    """Name the flags of a mixture of experts that are given to a dense model."""
-    if config.num_experts is not None:
+def gated_notices(config: Config, gate: str) -> list[str]:
+    """Name the flags that are given without the one that gives them an effect."""
+    options = build_options()
+    if getattr(config, gate) != options[gate].default:
         return []
     given = [
         shown(option, getattr(config, option.dest))
-        for option in build_options().values()
-        if option.group
-        and option.gate == "num_experts"
-        and getattr(config, option.dest) != option.default
+        for option in options.values()
+        if option.group and option.gate == gate and getattr(config, option.dest) != option.default
     ]
-    return [f"{', '.join(given)}: no effect without --num-experts"] if given else []
+    return [f"{', '.join(given)}: no effect without {options[gate].name}"] if given else []
 
 
 def layout_notices(config: Config, world_size: int) -> list[str]:
@@ -55,6 +55,11 @@ def layout_notices(config: Config, world_size: int) -> list[str]:
         found.append(
             f"--num-query-groups {config.num_query_groups} has no effect without "
             "--group-query-attention: every head has its own key and value"
+        )
+    if config.kv_channels is not None and config.multi_latent_attention:
+        found.append(
+            f"--kv-channels {config.kv_channels} has no effect with --multi-latent-attention, "
+            "whose heads have sizes of their own"
         )
     alone = config.pipeline_model_parallel_size == 1
     if alone and config.pipeline_schedule not in (None, "1f1b", "auto"):

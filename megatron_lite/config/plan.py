@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 
 from megatron_lite.config.attention_plan import (
     SINKS,
+    LatentShape,
     WindowShape,
     YarnShape,
+    plan_latent,
     plan_window,
     plan_yarn,
 )
@@ -86,6 +88,7 @@ class ModelShape:
     mtp_loss_factor: float = 0.0
     sinks: str = "none"
     window: WindowShape | None = None
+    latent: LatentShape | None = None
     activation_limit: float = math.inf
     linear_offset: float = 0.0
 
@@ -104,7 +107,15 @@ class ModelShape:
     @property
     def softmax_scale(self) -> float:
         """Factor of attention's scores."""
-        return 1.0 / math.sqrt(self.kv_channels)
+        plain = 1.0 / math.sqrt(self.kv_channels)
+        if self.latent is None or self.rotary is None or self.rotary.yarn is None:
+            return plain
+        return plain * self.rotary.yarn.score_factor
+
+    @property
+    def value_channels(self) -> int:
+        """Channels per head of values; `kv_channels` are those of queries and keys."""
+        return self.kv_channels if self.latent is None else self.latent.v_head_dim
 
     def window_left(self, layer: int) -> int:
         """Earlier keys that a layer's queries see; -1: all. Depths of MTP as in `is_moe`."""
@@ -239,7 +250,9 @@ def position_kind(config: Config) -> str:
 
 
 def head_channels(config: Config) -> int:
-    """Return channels per head."""
+    """Return channels per head of queries and keys."""
+    if config.multi_latent_attention:
+        return config.qk_head_dim + config.qk_pos_emb_head_dim
     if config.kv_channels is not None:
         return config.kv_channels
     return required(config.hidden_size) // required(config.num_attention_heads)
@@ -262,6 +275,8 @@ def ffn_size(config: Config) -> int:
 
 def rotary_dim(config: Config) -> int:
     """Return the rotated channels per head."""
+    if config.multi_latent_attention:
+        return config.qk_pos_emb_head_dim
     channels = head_channels(config)
     return int(channels * config.rotary_percent) if config.rotary_percent < 1.0 else channels
 
@@ -271,7 +286,7 @@ def build_rotary(config: Config) -> RotaryShape:
     return RotaryShape(
         base=float(config.rotary_base),
         dim=rotary_dim(config),
-        interleaved=config.rotary_interleaved,
+        interleaved=config.rotary_interleaved or config.multi_latent_attention,
         interpolation_factor=float(config.rotary_seq_len_interpolation_factor or 1.0),
         llama3_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
         yarn=plan_yarn(config),
@@ -316,7 +331,8 @@ def build_model(config: Config, vocab_size: int) -> ModelShape:
         gated=is_gated(config),
         activation=activation_name(config),
         linear_bias=config.add_bias_linear,
-        qkv_bias=config.add_bias_linear or config.add_qkv_bias,
+        qkv_bias=(config.add_bias_linear or config.add_qkv_bias)
+        and not config.multi_latent_attention,
         qk_norm=config.qk_layernorm,
         tied=not config.untie_embeddings_and_output_weights,
         hidden_dropout=config.hidden_dropout,
@@ -327,6 +343,7 @@ def build_model(config: Config, vocab_size: int) -> ModelShape:
         mtp_loss_factor=config.mtp_loss_scaling_factor,
         sinks=SINKS[config.softmax_type],
         window=plan_window(config, required(config.num_layers)),
+        latent=plan_latent(config),
         activation_limit=config.activation_func_clamp_value or math.inf,
         linear_offset=config.glu_linear_offset,
     )

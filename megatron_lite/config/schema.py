@@ -177,7 +177,20 @@ class ModelConfig:
     mtp_loss_scaling_factor: float = flag(
         0.1, "Weight of the mean of the losses of multi-token prediction."
     )
-    multi_latent_attention: bool = flag(False, "Multi-latent attention.")
+    multi_latent_attention: bool = flag(
+        False, "Keys and values of all heads come from one small latent per token."
+    )
+    q_lora_rank: int | None = flag(
+        None, "Width of the queries' latent; unset: queries have none.", unit="channels"
+    )
+    kv_lora_rank: int = flag(32, "Width of the latent of keys and values.", unit="channels")
+    qk_head_dim: int = flag(
+        128, "Multi-latent: channels per head without position.", unit="channels"
+    )
+    qk_pos_emb_head_dim: int = flag(
+        64, "Multi-latent: channels per head with position.", unit="channels"
+    )
+    v_head_dim: int = flag(128, "Multi-latent: channels per head of values.", unit="channels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -684,6 +697,12 @@ class CheckpointConfig:
     load: str | None = flag(None, "Directory to resume from.")
     pretrained_checkpoint: str | None = flag(
         None, "Directory to take weights from, at step 0, where --load holds no checkpoint."
+    )
+    moe_use_upcycling: bool = flag(
+        False, "Make the experts from a dense checkpoint's MLPs; the run starts at step 0."
+    )
+    moe_upcycling_granularity: int = flag(
+        1, "Slices that upcycling cuts a dense MLP into, one per expert.", unit="slices"
     )
     ckpt_step: int | None = flag(None, "Load this step instead of the newest.", unit="steps")
     use_checkpoint_args: bool = flag(

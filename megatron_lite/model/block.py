@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.model.attention import KeyValueCache, self_attention
+from megatron_lite.model.latent_attention import latent_attention
 from megatron_lite.model.mlp import mlp
 from megatron_lite.model.parts import LayerParts
 
@@ -29,7 +30,8 @@ def transformer_layer(
         mb: the microbatch.
         cache: earlier keys and values (sampling).
     """
-    mixed = self_attention(layer, layer.norm("input_layernorm", x, mb), rotary, mb, cache)
+    attention = self_attention if layer.stage.shape.latent is None else latent_attention
+    mixed = attention(layer, layer.norm("input_layernorm", x, mb), rotary, mb, cache)
     x = layer.add("self_attention.linear_proj", mixed, x, "attention_output_dropout", mb)
     normed = layer.norm("pre_mlp_layernorm", x, mb)
     inner = mlp(layer, normed, mb) if layer.experts is None else layer.mix_experts(normed, mb)

@@ -16,7 +16,10 @@ from torch import Tensor
 from megatron_lite.model.block import transformer_layer
 from megatron_lite.model.parts import LayerParts
 
-_OPAQUE = ("norm", "column_linear", "row_linear", "add", "attend", "mix_experts")
+_OPAQUE = (
+    *("norm", "column_linear", "row_linear", "replicated_linear", "enter"),
+    *("add", "attend", "mix_experts"),
+)
 
 
 def compile_layer(layers: Sequence[LayerParts]) -> Callable[..., Tensor]:

@@ -22,7 +22,12 @@ from megatron_lite.ops.attention import Form, causal_attention
 from megatron_lite.ops.dropout import bias_dropout_residual
 from megatron_lite.ops.norm import layer_norm, rms_norm
 from megatron_lite.ops.recompute import recompute
-from megatron_lite.tensor.linear import column_parallel_linear, row_parallel_linear
+from megatron_lite.tensor.linear import (
+    column_parallel_linear,
+    replicated_linear,
+    row_parallel_linear,
+)
+from megatron_lite.tensor.regions import enter_region
 
 SINKS = "self_attention.core_attention.softmax_offset"
 
@@ -90,6 +95,14 @@ class LayerParts:
         """Close a tensor region; `add` adds the bias. See `row_parallel_linear`."""
         weight, stage = self._linear(name)[0], self.stage
         return row_parallel_linear(x, weight, stage.tp_group, stage.sequence_parallel, mb)
+
+    def replicated_linear(self, name: str, x: Tensor, mb: MicrobatchContext) -> Tensor:
+        """A linear outside of tensor regions; see `replicated_linear`."""
+        return replicated_linear(x, *self._linear(name), mb)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Take activations that all heads share into a tensor region; see `enter_region`."""
+        return enter_region(x, self.stage.tp_group, self.stage.sequence_parallel)
 
     def add(
         self, name: str, x: Tensor, residual: Tensor, purpose: str, mb: MicrobatchContext

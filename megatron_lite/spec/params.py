@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_lite.config.attention_plan import LatentShape
 from megatron_lite.config.expert_plan import ExpertShape
 from megatron_lite.config.plan import ModelShape, ParallelShape
 from megatron_lite.pipeline.partition import further_uses
@@ -142,9 +143,17 @@ class _Table:
         if self.model.normalization == "LayerNorm":
             self.vector(f"{name}.bias", length, use, partial)
 
-    def column(self, name: str, rows: int, use: str, bias: bool, parts: int | None = None) -> None:
-        """A column-parallel linear: weight [rows, h] and bias [rows] cut over dim 0."""
-        tp, h = self.parallel.tp, self.model.hidden_size
+    def column(
+        self,
+        name: str,
+        rows: int,
+        use: str,
+        bias: bool,
+        parts: int | None = None,
+        inner: int | None = None,
+    ) -> None:
+        """A column-parallel linear: weight [rows, h] (or inner) and bias [rows] cut over dim 0."""
+        tp, h = self.parallel.tp, inner or self.model.hidden_size
         parts = tp if parts is None else min(parts, tp)
         partial = ("kv_replica",) if parts < tp else ()
         for suffix, shape in (("weight", (rows, h)), ("bias", (rows,))):
@@ -164,6 +173,21 @@ class _Table:
                     matrix=(rows, h) if is_weight else None,
                 )
             )
+
+    def whole(self, name: str, rows: int, use: str) -> None:
+        """A linear without bias that every tp rank has, for its tokens: weight [rows, h]."""
+        shape = (rows, self.model.hidden_size)
+        self.specs.append(
+            ParamSpec(
+                name=f"{name}.weight",
+                shape=shape,
+                partial_axes=self.token_partial,
+                uses=(use,),
+                deferrable=True,
+                init=InitLaw("normal", self.model.init_std),
+                matrix=shape,
+            )
+        )
 
     def row(self, name: str, columns: int, use: str, bias: bool) -> None:
         """A row-parallel linear: weight [h, columns] cut over dim 1, bias [h] replicated."""
@@ -241,8 +265,48 @@ class _Table:
         )
 
 
+def _sinks(table: _Table, prefix: str, use: str) -> None:
+    """One learned logit per head."""
+    if table.model.sinks == "learned":
+        table.specs.append(
+            ParamSpec(
+                name=f"{prefix}.core_attention.softmax_offset",
+                shape=(table.model.num_attention_heads,),
+                cuts=(Cut(0, "tp", table.parallel.tp),),
+                uses=(use,),
+                decay=False,
+                init=InitLaw("normal", table.model.init_std),
+            )
+        )
+
+
+def _latent_attention(table: _Table, prefix: str, use: str, latent: LatentShape) -> None:
+    """Projections to the latents, from them to all heads, and back."""
+    model, partial = table.model, table.token_partial
+    heads = model.num_attention_heads
+    q_rows, low = heads * model.kv_channels, latent.q_lora_rank
+    if low:
+        table.whole(f"{prefix}.linear_q_down_proj", low, use)
+        if model.qk_norm:
+            table.norm(f"{prefix}.q_layernorm", low, use, partial)
+        table.column(f"{prefix}.linear_q_up_proj", q_rows, use, bias=False, inner=low)
+    else:
+        table.column(f"{prefix}.linear_q_proj", q_rows, use, bias=False)
+    low = latent.kv_lora_rank
+    table.whole(f"{prefix}.linear_kv_down_proj", low + latent.qk_pos_emb_head_dim, use)
+    if model.qk_norm:
+        table.norm(f"{prefix}.kv_layernorm", low, use, partial)
+    kv_rows = heads * (latent.qk_head_dim + latent.v_head_dim)
+    table.column(f"{prefix}.linear_kv_up_proj", kv_rows, use, bias=False, inner=low)
+    _sinks(table, prefix, use)
+    table.row(f"{prefix}.linear_proj", heads * latent.v_head_dim, use, model.linear_bias)
+
+
 def _attention(table: _Table, prefix: str, use: str) -> None:
     model = table.model
+    if model.latent is not None:
+        _latent_attention(table, prefix, use, model.latent)
+        return
     q_rows = model.num_attention_heads * model.kv_channels
     kv_rows = model.num_query_groups * model.kv_channels
     bias = model.linear_bias or model.qkv_bias
@@ -255,17 +319,7 @@ def _attention(table: _Table, prefix: str, use: str) -> None:
         partial = ("tp",) if table.parallel.tp > 1 else ()
         table.norm(f"{prefix}.q_layernorm", model.kv_channels, use, partial)
         table.norm(f"{prefix}.k_layernorm", model.kv_channels, use, partial)
-    if model.sinks == "learned":
-        table.specs.append(
-            ParamSpec(
-                name=f"{prefix}.core_attention.softmax_offset",
-                shape=(model.num_attention_heads,),
-                cuts=(Cut(0, "tp", table.parallel.tp),),
-                uses=(use,),
-                decay=False,
-                init=InitLaw("normal", model.init_std),
-            )
-        )
+    _sinks(table, prefix, use)
     table.row(f"{prefix}.linear_proj", q_rows, use, model.linear_bias)
 
 

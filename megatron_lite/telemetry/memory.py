@@ -168,10 +168,11 @@ def attention_bytes(shape: ActivationShape, keep_probabilities: bool) -> int:
         return inside + latents_bytes(shape) + extra
     elements = query  # the context, input of the projection
     if is_explicit:
-        # Per-head copies replace the fused tensor, which q/k norms still need, and which one KV
-        # head is read from where it lies.
+        # Per-head copies replace the fused tensor, which q/k norms still need, and where a lone
+        # head is read as it lies.
         makes_heads = model.qk_norm or model.rotary is not None
-        elements += query + (2 * kv if kv_heads > 1 else kv if makes_heads else 0)
+        elements += query if heads > 1 or makes_heads else 0
+        elements += 2 * kv if kv_heads > 1 else kv if makes_heads else 0
         elements += fused_qkv if model.qk_norm or kv_heads == 1 else 0
     else:
         # v stays a view of the fused tensor; rotary and q/k norm make new q and k.

@@ -35,7 +35,8 @@ def _rope(model: ModelShape, x: Tensor) -> Tensor:
     half = model.rotary.dim // 2
     positions = torch.arange(x.shape[0], dtype=x.dtype) / model.rotary.interpolation_factor
     angles = torch.outer(positions, inverse_frequencies(model.rotary, x.dtype))
-    turn = torch.polar(torch.ones_like(angles), angles)[:, None, None, :]
+    size = 1.0 if model.rotary.yarn is None else model.rotary.yarn.magnitude
+    turn = torch.polar(torch.full_like(angles, size), angles)[:, None, None, :]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     if model.rotary.interleaved:
         pairs = torch.view_as_complex(turned.unflatten(-1, (half, 2)).contiguous())
@@ -69,6 +70,9 @@ def _attention(
     model: ModelShape, weights: Mapping[str, Tensor], layer: int, name: str, x: Tensor
 ) -> Tensor:
     d, n, g = model.kv_channels, model.num_attention_heads, model.num_query_groups
+    if model.latent is not None:
+        q, k, v = _latent_heads(model, weights, name, x)
+        return _core(model, weights, layer, name, q, k, v)
     q = _linear(weights, f"{name}.linear_q", x).unflatten(-1, (n, d))
     k = _linear(weights, f"{name}.linear_k", x).unflatten(-1, (g, d))
     v = _linear(weights, f"{name}.linear_v", x).unflatten(-1, (g, d))
@@ -78,8 +82,53 @@ def _attention(
     if model.rotary is not None:
         q, k = _rope(model, q), _rope(model, k)
     k, v = (t.repeat_interleave(n // g, dim=2) for t in (k, v))
-    scores = torch.einsum("sbnd,tbnd->bnst", q, k) / math.sqrt(d)
-    scores = scores.masked_fill(_hidden(model, layer, x.shape[0]), -torch.inf)
+    return _core(model, weights, layer, name, q, k, v)
+
+
+def _latent_heads(
+    model: ModelShape, weights: Mapping[str, Tensor], name: str, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of multi-latent attention, head by head."""
+    latent, n = model.latent, model.num_attention_heads
+    assert latent is not None
+
+    def normed(part: str, low: Tensor) -> Tensor:
+        return _norm(model, weights, f"{name}.{part}", low) if model.qk_norm else low
+
+    if latent.q_lora_rank:
+        low = normed("q_layernorm", _linear(weights, f"{name}.linear_q_down_proj", x))
+        q = _linear(weights, f"{name}.linear_q_up_proj", low)
+    else:
+        q = _linear(weights, f"{name}.linear_q_proj", x)
+    low = _linear(weights, f"{name}.linear_kv_down_proj", x)
+    shared = _rope(model, low[..., latent.kv_lora_rank :].unsqueeze(2))
+    low = normed("kv_layernorm", low[..., : latent.kv_lora_rank])
+    kv = _linear(weights, f"{name}.linear_kv_up_proj", low).unflatten(-1, (n, -1))
+    plain = latent.qk_head_dim
+    heads_q, heads_k = [], []
+    for head, of_k in zip(q.unflatten(-1, (n, -1)).unbind(2), kv.unbind(2), strict=True):
+        turned = _rope(model, head[..., plain:].unsqueeze(2)).squeeze(2)
+        heads_q.append(torch.cat((head[..., :plain], turned), -1))
+        heads_k.append(torch.cat((of_k[..., :plain], shared.squeeze(2)), -1))
+    return torch.stack(heads_q, 2), torch.stack(heads_k, 2), kv[..., plain:]
+
+
+def _core(
+    model: ModelShape,
+    weights: Mapping[str, Tensor],
+    layer: int,
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """Softmax, context and projection of [s, b, n, d] heads."""
+    scale = 1 / math.sqrt(model.kv_channels)
+    if model.latent is not None and model.rotary is not None and model.rotary.yarn is not None:
+        yarn = model.rotary.yarn
+        scale *= (0.1 * yarn.mscale_all_dim * math.log(yarn.factor) + 1) ** 2
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k) * scale
+    scores = scores.masked_fill(_hidden(model, layer, q.shape[0]), -torch.inf)
     probs = _softmax(model, weights, name, scores)
     return _linear(
         weights, f"{name}.linear_proj", torch.einsum("bnst,tbnd->sbnd", probs, v).flatten(2)

@@ -13,14 +13,23 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.config.attention_plan import WindowShape, YarnShape
+from megatron_lite.config.attention_plan import LatentShape, WindowShape, YarnShape
 from megatron_lite.config.plan import ModelShape, PrecisionShape, RotaryShape
 from megatron_lite.mesh.groups import local_groups
+from megatron_lite.model.attention import KeyValueCache
 from megatron_lite.model.gpt import GPTStage
 from megatron_lite.ops.activation import activate
 from megatron_lite.ops.rotary import inverse_frequencies
 from megatron_lite.spec.params import model_spec
-from tests.model.builders import LLAMA, build_context, build_plan_of, logical_pieces
+from tests.model.builders import (
+    FAMILIES,
+    LLAMA,
+    build_context,
+    build_plan_of,
+    build_stage,
+    logical_pieces,
+    sample_batch,
+)
 
 transformers = pytest.importorskip("transformers", reason="needs the [convert] extra")
 
@@ -193,3 +202,92 @@ def test_the_gate_equals_that_of_gpt_oss_s_experts() -> None:
     halves = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)  # they lie side by side there
     got = activate(halves, "quick_gelu", True, False, 7.0, 1.0)
     torch.testing.assert_close(got, wanted, rtol=1e-14, atol=1e-14)
+
+
+DEEPSEEK_YARN = YarnShape(40.0, 16, 32.0, 1.0, 1.0, 1.0, True)
+DEEPSEEK = replace(
+    LLAMA,
+    hidden_size=64,
+    num_query_groups=4,
+    kv_channels=20,
+    vocab_size=V,
+    seq_length=S,
+    max_position_embeddings=64,
+    norm_epsilon=1e-6,
+    position="rope",
+    qk_norm=True,
+    latent=LatentShape(24, 32, 12, 8, 16),
+    rotary=RotaryShape(10000.0, 8, True, 1.0, None, DEEPSEEK_YARN),
+)
+DEEPSEEK_NAMES = {
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_gate": "mlp.gate_proj",
+    "mlp.linear_up": "mlp.up_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+}
+
+
+def deepseek_peer(q_lora_rank: int | None) -> torch.nn.Module:
+    """DeepSeek-V3 whose layers are all dense."""
+    config = transformers.DeepseekV3Config(
+        vocab_size=V,
+        hidden_size=64,
+        intermediate_size=DEEPSEEK.ffn_hidden_size,
+        num_hidden_layers=DEEPSEEK.num_layers,
+        first_k_dense_replace=DEEPSEEK.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=32,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+        },
+        attn_implementation="sdpa",
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+@pytest.mark.parametrize("q_lora_rank", [24, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_multi_latent_attention_equals_deepseek_v3(
+    dtype: torch.dtype, q_lora_rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert DEEPSEEK.latent is not None
+    shape = replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, q_lora_rank=q_lora_rank or 0))
+    peer = draw(deepseek_peer(q_lora_rank), dtype)
+    if dtype == torch.float64:
+        widen(peer, shape, monkeypatch)
+    state = peer.state_dict()
+    check(shape, peer, lambda name: state[peer_name(DEEPSEEK_NAMES, name)], dtype)
+
+
+def test_cached_keys_give_the_tokens_that_the_whole_sequence_gives() -> None:
+    plan = build_plan_of(FAMILIES["mla"])
+    stage, _ = build_stage(plan)
+    tokens, _, weights = sample_batch(plan.model)
+    mb = build_context(plan, None, weights)
+    whole, cache = stage.logits(tokens, mb, None), KeyValueCache()
+    for first, last in ((0, 5), (5, 6), (6, 12)):
+        part = replace(
+            mb, positions=mb.positions[first:last], full_positions=mb.full_positions[first:last]
+        )
+        got = stage.logits(tokens[first:last], part, cache)
+        torch.testing.assert_close(got, whole[first:last], rtol=1e-11, atol=1e-11)

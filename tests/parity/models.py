@@ -39,6 +39,13 @@ VARIANTS: Mapping[str, str] = {
         "--position-embedding-type yarn --rotary-scaling-factor 4 "
         "--yarn-original-max-position-embeddings 6 --yarn-beta-fast 2"
     ),
+    "mla": (
+        f"{_LLAMA.replace(_GROUPED, '').replace('--kv-channels 8', '')} "
+        "--untie-embeddings-and-output-weights --multi-latent-attention --q-lora-rank 12 "
+        "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm "
+        "--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 6 --yarn-beta-fast 2 "
+        "--mscale 1.0 --mscale-all-dim 0.7"
+    ),
 }
 _MIXTURE = (
     f"{_LLAMA} --untie-embeddings-and-output-weights --num-experts 8 --moe-ffn-hidden-size 24"

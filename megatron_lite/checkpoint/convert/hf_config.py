@@ -263,6 +263,7 @@ def _newer_parts(model: ModelShape) -> list[str]:
     """Parts that no family of the table has."""
     parts = {
         "attention sinks": model.sinks != "none",
+        "multi-latent attention": model.latent is not None,
         "sliding windows": model.window is not None,
         "clamped gate": model.activation_limit != math.inf or model.linear_offset != 0,
         "YaRN positions": model.position == "yarn",
