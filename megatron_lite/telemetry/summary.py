@@ -126,6 +126,13 @@ def _describe_model(plan: Plan) -> list[str]:
 def _describe_variants(model: ModelShape) -> list[str]:
     """What differs from attention over everything and from a plain gate."""
     found = []
+    latent = model.latent
+    if latent is not None:
+        found.append(
+            f"multi-latent attention, latents {latent.q_lora_rank or 'none'} of queries, "
+            f"{latent.kv_lora_rank} of keys and values, heads {latent.qk_head_dim} + "
+            f"{latent.qk_pos_emb_head_dim} rotary, values {latent.v_head_dim}"
+        )
     if model.window is not None:
         found.append(
             f"window of {model.window.left + 1} tokens in {len(model.window.layers)} of "

@@ -40,6 +40,7 @@ from megatron_lite.verify.axes import (
     sharding_axis,
     tensor_axis,
 )
+from megatron_lite.verify.scale_attention import scale_attention
 from megatron_lite.verify.scale_experts import scale_experts, scaled_expert_axis
 from megatron_lite.verify.scale_pipeline import ScaledPipeline, scale_pipeline
 from megatron_lite.verify.tiny_data import write_tiny_dataset
@@ -165,7 +166,8 @@ def scale_down(config: Config, world_size: int, data: Path, steps: int, precisio
     model = scale_model(config, sizes["tp"], pipeline)
     seq_length = model.pop("seq_length")
     experts = scale_experts(config, model["num_layers"], sizes["tp"])
-    kept = kept_values(config, model | experts)
+    attention = scale_attention(config, model["num_layers"])
+    kept = kept_values(config, model | experts | attention)
     micro = min(plan.micro_batch_size, 2)
     accumulation = scale_microbatches(microbatches, pipeline)
     batch = micro * accumulation * sizes["dp"]
@@ -188,7 +190,7 @@ def scale_down(config: Config, world_size: int, data: Path, steps: int, precisio
     )
     notes = [
         f"{name}: {getattr(config, name)} -> {value}"
-        for name, value in {**model, **experts, "seq_length": seq_length}.items()
+        for name, value in {**model, **experts, **attention, "seq_length": seq_length}.items()
         if getattr(config, name, None) != value
     ]
     notes += [f"{name}: {user[name]} -> {size}" for name, size in sizes.items()]

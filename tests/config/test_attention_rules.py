@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from megatron_lite.config.attention_plan import WindowShape, YarnShape, parse_window
+from megatron_lite.config.attention_plan import LatentShape, WindowShape, YarnShape, parse_window
 from megatron_lite.config.flags import parse_config
+from megatron_lite.config.notices import notices
 from megatron_lite.config.plan import ModelShape, build_model
 from megatron_lite.config.rules import violations
 from tests.config.lines import line
@@ -77,9 +78,45 @@ def test_yarn_s_defaults_are_the_published_ones() -> None:
     assert whole is not None and whole.yarn is not None and whole.yarn.whole_channels
 
 
+LATENT = "--multi-latent-attention --position-embedding-type rope"
+
+
+def test_latent_attention_s_defaults_are_megatron_s() -> None:
+    shape = model(LATENT)
+    assert shape.latent == LatentShape(0, 32, 128, 64, 128)
+    assert (shape.kv_channels, shape.value_channels, shape.num_query_groups) == (192, 128, 4)
+    assert shape.rotary is not None and shape.rotary.dim == 64
+    assert shape.rotary.interleaved and shape.rotary.yarn is None
+    assert shape.softmax_scale == pytest.approx(192**-0.5)
+    assert not shape.qkv_bias and shape.linear_bias
+
+
+def test_latent_attention_takes_yarn_for_rope_when_positions_are_scaled() -> None:
+    shape = model(f"{LATENT} --rotary-scaling-factor 40 --mscale 1 --mscale-all-dim 0.5")
+    assert shape.rotary is not None and shape.rotary.yarn is not None
+    growth = 0.05 * math.log(40) + 1
+    assert shape.softmax_scale == pytest.approx(192**-0.5 * growth**2)
+    assert shape.rotary.yarn.magnitude == pytest.approx((0.1 * math.log(40) + 1) / growth)
+
+
+def test_flags_of_latents_without_them_are_told_not_refused() -> None:
+    config = parse_config(line("--kv-lora-rank 512 --q-lora-rank 64"), {})
+    assert violations(config, 1) == []
+    assert any("no effect without --multi-latent" in text for text in notices(config, 1))
+    config = parse_config(line(f"{LATENT} --kv-channels 16"), {})
+    assert any("--kv-channels 16 has no effect" in text for text in notices(config, 1))
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("--multi-latent-attention", "needs rotary positions, not learned_absolute"),
+        (f"{LATENT} --group-query-attention", "leave out --group-query-attention"),
+        (f"{LATENT} --rotary-interleaved --add-qkv-bias", "--rotary-interleaved, --add-qkv-bias"),
+        (f"{LATENT} --qk-pos-emb-head-dim 5", "must be an even number"),
+        (f"{LATENT} --v-head-dim 0", "--v-head-dim 0 must be at least 1"),
+        (f"{LATENT} --q-lora-rank 0", "--q-lora-rank 0 must be at least 1"),
+        (f"{LATENT} --kv-lora-rank 3000000000", "at most"),
         ("--rotary-scaling-factor 4", "--rotary-scaling-factor changes nothing without"),
         ("--mscale-all-dim 1 --yarn-beta-fast 16", "--yarn-beta-fast, --mscale-all-dim changes"),
         (f"{YARN} --rotary-scaling-factor 0.5", "must be at least 1"),
