@@ -23,7 +23,7 @@ def expert_channels(shape: ActivationShape) -> int:
 
 
 def routed_rows(shape: ActivationShape) -> int:
-    """Rows that the experts of a rank get, on average: each of its tokens k times, and etp times."""
+    """Rows of a rank's experts, on average: each of its tokens k times, and etp times."""
     experts, parallel = shape.model.experts, shape.parallel
     assert experts is not None
     return shape.tokens // parallel.tp * experts.topk * parallel.etp

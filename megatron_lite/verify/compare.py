@@ -67,7 +67,7 @@ def compare_runs(
     found = [
         *_compare_samples(reference, candidate),
         *_compare_tensors(reference, candidate, "act", "activation", limits.activation, limits),
-        *_compare_metric(reference, candidate, "lm_loss", "loss", limits.loss),
+        *_compare_losses(reference, candidate, limits.loss),
         *_compare_tensors(reference, candidate, "grad", "gradient", limits.gradient, limits),
         *_compare_metric(reference, candidate, "grad_norm", "norm", limits.grad_norm),
         *_compare_updates(reference, candidate, limits),
@@ -100,6 +100,16 @@ def _compare_samples(reference: RunRecord, candidate: RunRecord) -> Iterator[Dif
             yield Difference("data", "the samples of the global batch", step, np.inf, 0.0)
 
 
+def _compare_losses(
+    reference: RunRecord, candidate: RunRecord, limit: float
+) -> Iterator[Difference]:
+    """The loss, and those of routers and of multi-token prediction, where there are any."""
+    names = reference.train_rows[0] if reference.train_rows else {}
+    further = [name for name in names if name.endswith("_loss") and name != "lm_loss"]
+    for name in ("lm_loss", *further):
+        yield from _compare_metric(reference, candidate, name, "loss", limit)
+
+
 def _compare_metric(
     reference: RunRecord, candidate: RunRecord, key: str, phase: str, limit: float
 ) -> Iterator[Difference]:
@@ -107,7 +117,7 @@ def _compare_metric(
         yield Difference(phase, "the number of steps", candidate.steps, np.inf, 0.0)
         return
     for wanted, got in zip(reference.train_rows, candidate.train_rows, strict=True):
-        value = _relative(wanted[key], got[key])
+        value = _relative(wanted[key], got.get(key))
         if not value <= limit:
             yield Difference(phase, key, wanted["iteration"], value, limit)
 
