@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_lite.expert.router import (
     choose_experts,
@@ -108,6 +110,16 @@ def test_ties_go_to_the_lowest_expert(shape):
 def test_ties_among_many_experts():
     scores = torch.tensor([0.0, -0.0, 1.0]).repeat(100).expand(50, -1)
     assert (largest(scores, 102) == torch.tensor([*range(2, 300, 3), 0, 1])).all()
+
+
+@given(st.data())
+def test_the_choice_is_that_of_a_stable_sort(data):
+    tokens, experts = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 12))
+    k = data.draw(st.integers(1, experts))
+    level = st.sampled_from([-1.0, -0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 4.0])
+    rows = [[data.draw(level) for _ in range(experts)] for _ in range(tokens)]
+    expected = [sorted(range(experts), key=lambda e: (-row[e], e))[:k] for row in rows]
+    assert largest(torch.tensor(rows), k).tolist() == expected
 
 
 def test_the_bias_decides_the_choice_and_not_the_weight():
