@@ -73,13 +73,18 @@ def _experts(parts: ExpertParts, rows: Tensor, whose: ExpertRows, mb: Microbatch
     weights = [params[f"experts.{name}.weight"] for name in names]
     biases = [params.get(f"experts.{name}.bias") for name in names]
     inner = grouped_linears(rows, weights, biases, whose, mb)
-    inner = activate(inner, parts.activation, parts.gated, mb.native)
+    inner = _activate(parts, inner, mb)
     weight, bias = params["experts.linear_fc2.weight"], params.get("experts.linear_fc2.bias")
     if bias is None or parts.etp.rank == 0:
         return grouped_linear(inner, weight, bias, whose, mb)
     return _Bystander.apply(  # type: ignore[no-any-return]
         grouped_linear(inner, weight, None, whose, mb), bias, mb
     )
+
+
+def _activate(parts: ExpertParts, inner: Tensor, mb: MicrobatchContext) -> Tensor:
+    limit, offset = parts.activation_limit, parts.linear_offset
+    return activate(inner, parts.activation, parts.gated, mb.native, limit, offset)
 
 
 class _Bystander(torch.autograd.Function):
@@ -102,7 +107,7 @@ def _shared(
     """The shared expert, [s_local, b, h] -> [s_local, b, h]."""
     first = parts.params["shared_experts.linear_fc1.weight"]
     inner = column_parallel_linear(x, first, None, parts.tp, sequence_parallel, mb)
-    inner = activate(inner, parts.activation, parts.gated, mb.native)
+    inner = _activate(parts, inner, mb)
     second = parts.params["shared_experts.linear_fc2.weight"]
     out = row_parallel_linear(inner, second, parts.tp, sequence_parallel, mb)
     gate = parts.params.get("shared_experts.gate_weight")

@@ -6,6 +6,7 @@ does not know.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ class ExpertParts:
         block: the ranks that together hold all experts once, etp fastest.
         etp: the tensor group of experts.
         ep: the expert group.
+        activation_limit: gate and up are clamped there before the activation.
+        linear_offset: added to up.
     """
 
     shape: ExpertShape
@@ -43,6 +46,8 @@ class ExpertParts:
     block: Group
     etp: Group
     ep: Group
+    activation_limit: float = math.inf
+    linear_offset: float = 0.0
 
     @property
     def local_experts(self) -> int:

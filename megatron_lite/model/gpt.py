@@ -170,6 +170,8 @@ class GPTStage(nn.Module):
             block=groups.expert_block,
             etp=groups.etp,
             ep=groups.ep,
+            activation_limit=model.activation_limit,
+            linear_offset=model.linear_offset,
         )
         return LayerParts(self.parts, layer, prefix, experts)
 
