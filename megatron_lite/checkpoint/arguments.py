@@ -26,6 +26,7 @@ FREE_FIELDS = (
     *("hidden_dropout", "attention_dropout", "init_method_std"),
     *("tokenizer_model", "vocab_file", "merge_file"),
 )
+EXPERT_FLAGS = tuple(f.name for f in flag_fields(MoEConfig))
 ARCHITECTURE_FLAGS = (
     *(
         f.name
@@ -73,6 +74,8 @@ def complete_config(config: Config, argv: Sequence[str], world_size: int) -> Con
     wanted: tuple[str, ...] = ()
     if config.use_checkpoint_args:
         wanted += ARCHITECTURE_FLAGS + FREE_FIELDS
+        if config.moe_use_upcycling:  # a dense model's checkpoint says nothing about experts
+            wanted = tuple(name for name in wanted if name not in EXPERT_FLAGS)
     if config.use_mp_args_from_checkpoint_args:
         wanted += LAYOUT_FLAGS
     found = _find(config) if wanted else None

@@ -181,10 +181,10 @@ class Checkpoint:
             raise UserError(
                 f"--ckpt-allow {' '.join(unknown)}: legal kinds are {' '.join(ALLOWED_KINDS)}"
             )
-        tensors = self._manifest.tensors
+        tensors = {name: (DTYPE_NAMES[self.dtype(name)], self.shape(name)) for name in self.names}
         both = sorted(expected.keys() & tensors.keys())
-        dtypes = [n for n in both if _dtype_name(expected[n][0]) != tensors[n].dtype]
-        shapes = [n for n in both if tuple(expected[n][1]) != tensors[n].shape]
+        dtypes = [n for n in both if _dtype_name(expected[n][0]) != tensors[n][0]]
+        shapes = [n for n in both if tuple(expected[n][1]) != tensors[n][1]]
         check = NameCheck(
             missing=tuple(sorted(expected.keys() - tensors.keys())),
             unexpected=tuple(sorted(tensors.keys() - expected.keys())),
@@ -195,12 +195,12 @@ class Checkpoint:
         for name in check.missing if "missing" not in allow else ():
             lines.append(f"missing: {name} {list(expected[name][1])}")
         for name in check.unexpected if "unexpected" not in allow else ():
-            lines.append(f"unexpected: {name} {list(tensors[name].shape)}")
+            lines.append(f"unexpected: {name} {list(tensors[name][1])}")
         for name in check.dtype if "dtype" not in allow else ():
-            found = tensors[name].dtype
+            found = tensors[name][0]
             lines.append(f"dtype: {name} is {found}, expected {_dtype_name(expected[name][0])}")
         for name in check.shape if "shape" not in allow else ():
-            found_shape = list(tensors[name].shape)
+            found_shape = list(tensors[name][1])
             lines.append(f"shape: {name} is {found_shape}, expected {list(expected[name][1])}")
         if lines:
             told = []

@@ -21,6 +21,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.config.sharding_rules import SHARDING_RULES
 from megatron_lite.config.state_rules import STATE_RULES
 from megatron_lite.config.support_rules import SUPPORT_RULES
+from megatron_lite.config.upcycling import UPCYCLING_RULES
 from megatron_lite.errors import UserError
 
 RULES: tuple[Rule, ...] = (
@@ -28,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     *ATTENTION_RULES,
     *LAYOUT_RULES,
     *EXPERT_RULES,
+    *UPCYCLING_RULES,
     *PIPELINE_RULES,
     *SHARDING_RULES,
     *BATCH_RULES,

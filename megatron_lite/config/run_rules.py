@@ -13,7 +13,10 @@ from megatron_lite.config.schema import flag_fields
 
 SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 NEED_MODEL = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
-NEED_CHECKPOINT = ("finetune", "use_checkpoint_args", "use_mp_args_from_checkpoint_args")
+NEED_CHECKPOINT = (
+    *("finetune", "use_checkpoint_args", "use_mp_args_from_checkpoint_args"),
+    "moe_use_upcycling",
+)
 CREDENTIALS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/]*@|.*\?)")
 # One slash after the protocol, or nothing after two: file:/x, s3://
 HALF_URL = re.compile(r"[a-z][a-z0-9+.-]+:(/(?!/)|///*$)", re.IGNORECASE)

@@ -30,6 +30,7 @@ from megatron_lite.checkpoint.resume import (
 )
 from megatron_lite.checkpoint.state import check_state, is_converted
 from megatron_lite.checkpoint.stores import local_path, same_place
+from megatron_lite.config.upcycling import UPCYCLING
 from megatron_lite.errors import UserError
 from megatron_lite.optim.recipe import AVERAGE
 from megatron_lite.optim.schedule import RateSchedule
@@ -37,6 +38,7 @@ from megatron_lite.shard.pieces import StatePiece
 from megatron_lite.train.parts import Core
 from megatron_lite.train.record import check_cursor, describe_state, name_files
 from megatron_lite.train.state import TrainState
+from megatron_lite.train.upcycle import as_experts
 
 
 def entry_name(piece: StatePiece) -> str:
@@ -119,14 +121,18 @@ def _load(core: Core, source: _Source) -> Restored:
     loaded = load_newest(
         source.path,
         core.groups.world,
-        lambda checkpoint: _read(core, checkpoint, source),
+        lambda checkpoint: _read(core, *_seen(core, checkpoint, source)),
         step=source.step,
         staging=core.config.ckpt_staging_dir,
     )
-    content, checkpoint = loaded.value, loaded.checkpoint
+    content = loaded.value
+    checkpoint, source = _seen(core, loaded.checkpoint, source)
+    is_upcycled = checkpoint is not loaded.checkpoint
     _apply(core, checkpoint, source, content)
     notes = [f"warning: step {item.step} passed over: {item.reason}" for item in loaded.passed_over]
     notes += [f"  changed since the checkpoint: {change}" for change in content.changes]
+    if is_upcycled:
+        notes.append(f"note: every expert is made from the dense MLP of its layer ({UPCYCLING})")
     if is_converted(checkpoint.state):
         origin = checkpoint.state["origin"].get("source", "another format")
         notes.append(f"note: converted from {origin}: weights only, this run starts at step 0")
@@ -140,7 +146,18 @@ def _load(core: Core, source: _Source) -> Restored:
         f"  successfully loaded checkpoint from {source.path} at iteration {checkpoint.step}"
     )
     passed_over = tuple(item.step for item in loaded.passed_over)
-    return Restored(content.state, tuple(notes), True, passed_over, checkpoint.state, source.path)
+    # The mixture is no replay of the dense run.
+    saved = None if is_upcycled else checkpoint.state
+    return Restored(content.state, tuple(notes), True, passed_over, saved, source.path)
+
+
+def _seen(core: Core, checkpoint: Checkpoint, source: _Source) -> tuple[Checkpoint, _Source]:
+    """What the run loads from: a dense checkpoint may become a mixture of experts."""
+    if core.config.moe_use_upcycling:
+        upcycled = as_experts(core, checkpoint, source.path)
+        if upcycled is not None:
+            return upcycled, dataclasses.replace(source, finetune=True)
+    return checkpoint, source
 
 
 def _takes_weights_only(core: Core, checkpoint: Checkpoint, source: _Source) -> bool:
