@@ -154,18 +154,58 @@ def _mlp(model: ModelShape, weights: Mapping[str, Tensor], name: str, x: Tensor)
     return _linear(weights, f"{name}.linear_fc2", act(_linear(weights, f"{name}.linear_fc1", x)))
 
 
-def reference_logits(model: ModelShape, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """Logits [s, b, v] of tokens [s, b] without dropout."""
+def _layer(
+    model: ModelShape, weights: Mapping[str, Tensor], layer: int, prefix: str, x: Tensor
+) -> Tensor:
+    normed = _norm(model, weights, f"{prefix}.input_layernorm", x)
+    x = x + _attention(model, weights, layer, f"{prefix}.self_attention", normed)
+    normed = _norm(model, weights, f"{prefix}.pre_mlp_layernorm", x)
+    return x + _mlp(model, weights, f"{prefix}.mlp", normed)
+
+
+def _head(weights: Mapping[str, Tensor]) -> Tensor:
+    return weights.get("output_layer.weight", weights["embedding.word_embeddings.weight"])
+
+
+def reference_hidden(model: ModelShape, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Hidden states [s, b, h] behind the final norm."""
     x = weights["embedding.word_embeddings.weight"][tokens]
     if model.position == "learned_absolute":
         rows = weights["embedding.position_embeddings.weight"][: tokens.shape[0]]
         x = x + rows.unsqueeze(1)
     for layer in range(model.num_layers):
-        prefix = f"decoder.layers.{layer}"
-        normed = _norm(model, weights, f"{prefix}.input_layernorm", x)
-        x = x + _attention(model, weights, layer, f"{prefix}.self_attention", normed)
-        normed = _norm(model, weights, f"{prefix}.pre_mlp_layernorm", x)
-        x = x + _mlp(model, weights, f"{prefix}.mlp", normed)
-    x = _norm(model, weights, "decoder.final_layernorm", x)
-    head = weights.get("output_layer.weight", weights["embedding.word_embeddings.weight"])
-    return x @ head.t()
+        x = _layer(model, weights, layer, f"decoder.layers.{layer}", x)
+    return _norm(model, weights, "decoder.final_layernorm", x)
+
+
+def reference_logits(model: ModelShape, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Logits [s, b, v] of tokens [s, b] without dropout."""
+    return reference_hidden(model, weights, tokens) @ _head(weights).t()
+
+
+def reference_further_logits(
+    model: ModelShape, weights: Mapping[str, Tensor], stream: Tensor
+) -> list[Tensor]:
+    """Logits of every depth of multi-token prediction, position by position.
+
+    Args:
+        stream: [s + 1, b], the tokens and the last label.
+
+    Returns:
+        per depth [s - 1 - depth, b, v]: of the positions that have a target.
+    """
+    found, hidden = [], reference_hidden(model, weights, stream[:-1])
+    for depth in range(model.mtp_depths):
+        prefix = f"mtp.{depth}"
+        count = len(stream) - 2 - depth  # positions with a token to embed and a target behind it
+        embedded = weights["embedding.word_embeddings.weight"][stream[depth + 1 :][:count]]
+        pair = (
+            _norm(model, weights, f"{prefix}.enorm", embedded),
+            _norm(model, weights, f"{prefix}.hnorm", hidden[:count]),
+        )
+        x = _linear(weights, f"{prefix}.eh_proj", torch.cat(pair, -1))
+        layer = model.num_layers + depth
+        x = _layer(model, weights, layer, f"{prefix}.transformer_layer", x)
+        hidden = _norm(model, weights, f"{prefix}.final_layernorm", x)
+        found.append(hidden @ _head(weights).t())
+    return found
