@@ -31,6 +31,9 @@ _GROUPED_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16,),
 }
+# Weights on the same rows. On the CPU it is a loop of its own, and several weights gain more
+# from GEMMs that write side by side, or add to what is there.
+_MOST_GROUPED = {"cpu": 1, "cuda": 8}
 _GROUPED_ALIGNMENT_BYTES = 16  # of every row
 
 
@@ -101,32 +104,42 @@ def _aligned(x: Tensor) -> bool:
     return x.stride(-1) == 1 and not any(place % _GROUPED_ALIGNMENT_BYTES for place in places)
 
 
-def _can_group(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these operands."""
+def _can_group(operands: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+    """Whether torch's grouped product takes these operands, and is the faster way."""
+    x = operands[0]
     return (
         _grouped_mm is not None
         and x.dtype in _GROUPED_DTYPES.get(x.device.type, ())
         and x.shape[0] > 0
-        and _aligned(x)
-        and _aligned(weight)
+        and len(weights) <= _MOST_GROUPED[x.device.type]
+        and all(_aligned(operand) for operand in (*operands, *weights))
     )
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rows: ExpertRows) -> Tensor:
-    """Rows of each expert times its matrix (x W^T + bias), [rows, in] -> [rows, out].
+def _multiply(
+    x: Tensor,
+    weights: Sequence[nn.Parameter],
+    biases: Sequence[nn.Parameter | None],
+    rows: ExpertRows,
+) -> Tensor:
+    """Rows of each expert times its matrices (x W^T + bias): [rows, in] -> [rows, sum of out].
 
     Costs 2 * rows * in * out FLOPs.
     """
-    if bias is None and _can_group(x, weight):
+    if all(bias is None for bias in biases) and _can_group([x], weights):
         assert _grouped_mm is not None
-        return _grouped_mm(x, weight.transpose(1, 2), offs=rows.ends)
-    out = x.new_empty(x.shape[0], weight.shape[1])
+        outs = [_grouped_mm(x, weight.transpose(1, 2), offs=rows.ends) for weight in weights]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    widths = [weight.shape[1] for weight in weights]
+    out = x.new_empty(x.shape[0], sum(widths))
+    columns = out.split(widths, dim=1)
     for expert, first, end in rows.segments():
-        part = x[first:end], weight[expert].t()
-        if bias is None:
-            torch.mm(*part, out=out[first:end])
-        else:
-            torch.addmm(bias[expert], *part, out=out[first:end])
+        part = x[first:end]
+        for column, weight, bias in zip(columns, weights, biases, strict=True):
+            if bias is None:
+                torch.mm(part, weight[expert].t(), out=column[first:end])
+            else:
+                torch.addmm(bias[expert], part, weight[expert].t(), out=column[first:end])
     return out
 
 
@@ -134,7 +147,7 @@ def _multiply_back(
     grads: Sequence[Tensor], weights: Sequence[nn.Parameter], rows: ExpertRows
 ) -> Tensor:
     """Input gradient, the sum of grad W over the weights: [rows, out] -> [rows, in]."""
-    if all(_can_group(g, w) for g, w in zip(grads, weights, strict=True)):
+    if _can_group(grads, weights):
         assert _grouped_mm is not None
         parts = [_grouped_mm(g, w, offs=rows.ends) for g, w in zip(grads, weights, strict=True)]
         for part in parts[1:]:
@@ -181,7 +194,8 @@ class _GroupedLinears(torch.autograd.Function):
         num_weights: int,
         *params: nn.Parameter | None,
     ) -> Tensor:
-        weights, biases = params[:num_weights], params[num_weights:]
+        weights = [param for param in params[:num_weights] if param is not None]
+        biases = params[num_weights:]
         if packed is None:
             ctx.save_for_backward(x)
         else:
@@ -189,12 +203,7 @@ class _GroupedLinears(torch.autograd.Function):
         # Without the recipe: tensors are kept as saved ones only, which recomputation drops.
         ctx.rows, ctx.mb = ExpertRows(rows.offsets, rows.ends), mb
         ctx.weights, ctx.biases = weights, biases
-        outs = [
-            _multiply(x, weight, bias, rows)
-            for weight, bias in zip(weights, biases, strict=True)
-            if weight is not None
-        ]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+        return _multiply(x, weights, biases, rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

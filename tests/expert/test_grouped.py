@@ -13,7 +13,6 @@ from megatron_lite.expert import grouped
 from megatron_lite.expert.grouped import (
     ExpertRows,
     PackedTokens,
-    grouped_linear,
     grouped_linears,
 )
 from megatron_lite.microbatch import WeightGradientStore
@@ -43,6 +42,7 @@ def assert_near(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("h", "f"), [(16, 24), (5, 7)])
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no-bias"])
 def test_products_match_float64(
     monkeypatch: pytest.MonkeyPatch,
     path: str,
@@ -50,17 +50,19 @@ def test_products_match_float64(
     counts: tuple[int, ...],
     h: int,
     f: int,
+    biased: bool,
 ) -> None:
     """Two linears on the same rows, one with a bias; the main gradients hold something."""
     if path == "loop":
         monkeypatch.setattr(grouped, "_grouped_mm", None)
+    monkeypatch.setitem(grouped._MOST_GROUPED, "cpu", 2)
     rows, n = rows_of(counts), len(counts)
     x = draw(dtype, sum(counts), h).requires_grad_()
     weights = [nn.Parameter(draw(dtype, n, f, h)), nn.Parameter(draw(dtype, n, 2 * f, h))]
     bias = nn.Parameter(draw(dtype, n, f))
     sink = Sink()
     mb = context(WeightGradientStore(sink), False)
-    out = grouped_linears(x, weights, (bias, None), rows, mb)
+    out = grouped_linears(x, weights, (bias if biased else None, None), rows, mb)
     grad = draw(dtype, sum(counts), 3 * f)
     out.backward(grad)
     assert x.grad is not None
@@ -68,12 +70,14 @@ def test_products_match_float64(
     whole = torch.cat([weight.detach().double() for weight in weights], dim=1)
     wide_x, wide = x.detach().double(), grad.double()
     want = torch.einsum("ri,roi->ro", wide_x, whole[experts])
-    want[:, :f] += bias.detach().double()[experts]
+    if biased:
+        want[:, :f] += bias.detach().double()[experts]
     assert_near(out.detach(), want)
     assert_near(x.grad, torch.einsum("ro,roi->ri", wide, whole[experts]))
     wgrad = torch.zeros_like(whole).index_add_(0, experts, wide.unsqueeze(2) * wide_x.unsqueeze(1))
     bgrad = torch.zeros(n, f, dtype=torch.float64).index_add_(0, experts, wide[:, :f])
-    for param, exact in ((weights[0], wgrad[:, :f]), (weights[1], wgrad[:, f:]), (bias, bgrad)):
+    expected = [(weights[0], wgrad[:, :f]), (weights[1], wgrad[:, f:])]
+    for param, exact in [*expected, (bias, bgrad)] if biased else expected:
         main = sink.main_grad(param)
         assert main.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         # In bf16 without native operations a product is rounded before it is added.
@@ -96,15 +100,17 @@ def test_grouped_product_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(grouped, "_grouped_mm", counting)
     rows = rows_of((2, 0, 3))
-    for dtype, h, used in (
-        *((torch.float32, 16, 2), (torch.bfloat16, 16, 2)),
-        *((torch.float64, 16, 0), (torch.float32, 5, 0)),
+    for dtype, h, weights, used in (
+        *((torch.float32, 16, 1, 2), (torch.bfloat16, 16, 1, 2)),
+        *((torch.float64, 16, 1, 0), (torch.float32, 5, 1, 0), (torch.float32, 16, 2, 0)),
     ):
         calls.clear()
         x = draw(dtype, 5, h).requires_grad_()
         mb = context(WeightGradientStore(Sink()), False)
-        grouped_linear(x, nn.Parameter(draw(dtype, 3, 8, h)), None, rows, mb).sum().backward()
-        assert len(calls) == used, (dtype, h)
+        params = [nn.Parameter(draw(dtype, 3, 8, h)) for _ in range(weights)]
+        out = grouped_linears(x, params, [None] * weights, rows, mb)
+        out.backward(torch.ones_like(out))
+        assert len(calls) == used, (dtype, h, weights)
 
 
 def test_rows_are_packed_again_only_for_the_tensor_they_were(
