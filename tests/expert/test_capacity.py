@@ -92,6 +92,15 @@ def test_dropping_equals_the_plain_reference(name, factor, policy):
     assert torch.equal(record.counts, whole.counts) and record.losses == whole.losses
 
 
+def test_evaluation_drops_as_training_does():
+    shape = replace(SHAPES["sigmoid"], capacity_factor=0.5)
+    parts, x = build_parts(shape), build_tokens()
+    with torch.no_grad():
+        evaluated = route_tokens(parts, x, context(None))
+    assert (evaluated.ids < 0).any()
+    assert torch.equal(evaluated.ids, route_tokens(parts, x, context(Sink())).ids)
+
+
 def test_dropped_choices_have_no_gradient():
     shape = replace(PLAIN, pre_softmax=True, capacity_factor=0.5)
     x = build_tokens().requires_grad_()
