@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_lite.errors import UserError
 from megatron_lite.expert.capacity import expert_capacity, kept_choices
+from megatron_lite.expert.dispatch import run_experts
 from megatron_lite.expert.router import route_tokens
 from tests.expert import routing_reference as reference
 from tests.expert.routing_parts import (
@@ -63,6 +64,25 @@ def test_c064_policies_keep_their_two_tokens(policy, ids):
 def test_c064_unknown_policy_is_the_users_fault():
     with pytest.raises(UserError, match=r"--moe-token-drop-policy 'least' .*'probs', 'position'"):
         route_four(1.0, "least")
+
+
+def test_c064_dropped_tokens_leave_the_layer_with_zero():
+    routing, _ = route_four(1.0, "probs")
+    x = torch.ones(4, 2, dtype=torch.float64)
+    parts, mb = build_parts(TWO), context(Sink(), torch.arange(4), samples=1)
+    # Experts that hand back their rows: what is left is the weight of the token.
+    out = run_experts(parts, x, routing.ids, routing.probs, lambda rows, _: rows, mb)
+    assert out[:, 0].tolist() == pytest.approx([0.9, 0.0, 0.8, 0.0])
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_one_token_in_total_finds_room(policy):
+    shape = replace(SHAPES["sigmoid"], capacity_factor=0.01, drop_policy=policy)
+    mb = context(Sink(), torch.arange(1), samples=1)
+    x = build_tokens()[:1, :1].requires_grad_()
+    routing = route_tokens(build_parts(shape), x, mb)
+    routing.probs.sum().backward()
+    assert (routing.ids >= 0).all() and x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(
