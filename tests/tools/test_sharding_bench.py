@@ -53,7 +53,9 @@ def test_absent_deepspeed_is_left_out_with_a_line(
 
 @pytest.mark.parametrize("strategy", sharding.STRATEGIES)
 def test_our_cases_are_the_flags_that_users_give(strategy: str) -> None:
-    config = parse_config(sharding.our_flags(f"ours-{strategy}", sharding.SIZES["30M"], "/x"), {})
+    config = parse_config(
+        sharding.our_flags(f"ours-{strategy}", sharding.SIZES["30M"], 4, "/x"), {}
+    )
     assert config.data_parallel_sharding_strategy == strategy
     assert config.ddp_bucket_size is None  # what users get
     assert (config.micro_batch_size, config.global_batch_size) == (2, 4)

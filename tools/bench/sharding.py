@@ -35,10 +35,11 @@ from tools.bench import step as whole_step
 Step = Callable[[], object]
 SIZES: Mapping[str, dict[str, int]] = {
     "30M": {"layers": 10, "h": 384, "heads": 6, "s": 512, "v": 32000},
+    "30M-16": {"layers": 10, "h": 384, "heads": 6, "s": 512, "v": 32000},  # 8,192 tokens per step
     "125M": {"layers": 14, "h": 768, "heads": 12, "s": 256, "v": 32000},
     "tiny": {"layers": 2, "h": 64, "heads": 2, "s": 32, "v": 256},  # tries the program
 }
-BATCH = 4  # samples of all ranks
+BATCHES = {"30M": 4, "30M-16": 16, "125M": 4, "tiny": 4}  # samples of all ranks
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ALONE = ("ours-2threads", "plain-2threads")
 TORCH = ("torch-ddp", "torch-zero1", "torch-fsdp2")
@@ -47,7 +48,7 @@ CASES = (*ALONE, *(f"ours-{name}" for name in STRATEGIES), *TORCH, *DEEPSPEED)
 FIRST = "torch-ddp"  # ratios are to this one
 
 
-def our_flags(case: str, size: Mapping[str, int], directory: str) -> list[str]:
+def our_flags(case: str, size: Mapping[str, int], batch: int, directory: str) -> list[str]:
     """Flags of `pretrain.py` for one of our cases."""
     flags = [
         "--device", "cpu", "--num-layers", str(size["layers"]), "--hidden-size", str(size["h"]),
@@ -57,14 +58,14 @@ def our_flags(case: str, size: Mapping[str, int], directory: str) -> list[str]:
         "RMSNorm", "--swiglu", "--disable-bias-linear", "--ffn-hidden-size",
         str(8 * size["h"] // 3), "--tokenizer-type", "NullTokenizer", "--vocab-size",
         str(size["v"]), "--mock-data", "--split", "100,0,0", "--data-cache-path", directory,
-        "--global-batch-size", str(BATCH), "--lr", "1e-3", "--train-iters", "100000",
+        "--global-batch-size", str(batch), "--lr", "1e-3", "--train-iters", "100000",
         "--eval-iters", "0", "--log-interval", "1000000",
     ]  # fmt: skip
     if case in ALONE:
-        return [*flags, "--micro-batch-size", str(BATCH)]
+        return [*flags, "--micro-batch-size", str(batch)]
     strategy = case.removeprefix("ours-")
     return [
-        *flags, "--micro-batch-size", str(BATCH // 2),
+        *flags, "--micro-batch-size", str(batch // 2),
         "--data-parallel-sharding-strategy", strategy, "--overlap-grad-reduce",
         *(["--overlap-param-gather"] if strategy != "no_shard" else []),
     ]  # fmt: skip
@@ -104,19 +105,20 @@ def measured_peak(opened: AbstractContextManager[Step]) -> Iterator[Step]:
         yield run
 
 
-def work(case: str, size: Mapping[str, int], directory: str, started: float) -> None:
-    """Child process of a case."""
+def work(case: str, name: str, directory: str, started: float) -> None:
+    """Child process of a case, of the size of a name."""
     import torch
 
     from tools.bench.peers import Size
     from tools.bench.sharding_peers import peer_step
 
     torch.set_num_threads(2 if case in ALONE else 1)
+    size, batch = SIZES[name], BATCHES[name]
     opened: AbstractContextManager[Step]
     if case.startswith("ours"):
-        opened = our_step(our_flags(case, size, directory))
+        opened = our_step(our_flags(case, size, batch, directory))
     else:
-        opened = peer_step(case, Size(**size), BATCH)
+        opened = peer_step(case, Size(**size), batch)
     whole_step.serve(measured_peak(opened), "fp32", started)
 
 
@@ -228,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.worker:
         size, case = options.worker.split(":")
-        work(case, SIZES[size], options.directory, options.started)
+        work(case, size, options.directory, options.started)
         return 0
     if options.rounds < 1 or options.steps < 1:
         parser.error("--rounds and --steps are at least 1")
@@ -237,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in range(options.rounds):
         for case in cases if number % 2 == 0 else reversed(cases):
             rounds[case].append(run_case(case, options.size, options.steps))
-    table = summarize(rounds, BATCH * SIZES[options.size]["s"])
+    table = summarize(rounds, BATCHES[options.size] * SIZES[options.size]["s"])
     print(f"{options.size}: imports alone take {baseline_mib():.0f} MiB\n")
     print_table(table)
     if options.json:
