@@ -10,7 +10,7 @@ from megatron_lite.verify.classes import MATCH64
 from megatron_lite.verify.compare import Difference, compare_runs
 from megatron_lite.verify.dumps import RunRecord
 from megatron_lite.verify.session import RankShare, run_layout
-from tests.cases.layouts import LAYOUTS, REFERENCE, batch_for
+from tests.cases.layouts import EXPERT_LAYOUTS, LAYOUTS, REFERENCE, batch_for
 from tests.cases.resumed import Part, run_part
 from tests.cases.tiny import SGD, flags
 from tests.pool import RankPool
@@ -74,6 +74,33 @@ def replicated(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) ->
     def compared(name: str) -> Compared:
         batch = batch_for(name, 4)
         (reference, _), (record, shares) = run(REFERENCE, batch), run(name, batch)
+        found = compare_runs(reference, record, MATCH64)
+        return Compared(record, reference, tuple(found), tuple(shares))
+
+    return compared
+
+
+# TINY of the cases with four experts in every layer and their balancing loss.
+MIXTURE = (
+    f"{SGD} --num-layers 4 --num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 2 "
+    "--moe-aux-loss-coeff 0.01 --clip-grad 0.05 --disable-bias-linear --global-batch-size 4"
+)
+
+
+@pytest.fixture(scope="session")
+def mixture(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Replicated:
+    """`mixture(layout)`: two SGD steps of a mixture of experts, beside one process."""
+    root: Path = tmp_path_factory.mktemp("mixture")
+    runs: dict[str, tuple[RunRecord, list[RankShare]]] = {}
+
+    def run(name: str) -> tuple[RunRecord, list[RankShare]]:
+        if name not in runs:
+            argv = flags(MIXTURE, steps=2)
+            runs[name] = run_layout(rank_pool, root / name, argv, EXPERT_LAYOUTS[name])
+        return runs[name]
+
+    def compared(name: str) -> Compared:
+        (reference, _), (record, shares) = run(REFERENCE), run(name)
         found = compare_runs(reference, record, MATCH64)
         return Compared(record, reference, tuple(found), tuple(shares))
 

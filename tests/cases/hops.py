@@ -28,9 +28,14 @@ ARGV = [*MODEL, *RUN, "--eval-iters", "0", "--save-interval", "100", "--global-b
 PRECISION = {"bf16": ("--bf16",), "fp64": ("--fp64",), "fp32": ()}
 
 
+def place_of(layout: str | Layout) -> Layout:
+    """A layout, or the one of this name in the table of dense models."""
+    return LAYOUTS[layout] if isinstance(layout, str) else layout
+
+
 def train_and_save(pool: RankPool, root: Path, layout: str | Layout, steps: int, *more: str) -> str:
     """Train so many steps in a layout and save; return the logical hash."""
-    place = LAYOUTS[layout] if isinstance(layout, str) else layout
+    place = place_of(layout)
     argv = [*ARGV, *place.flags, "--save", str(root), *more]
     argv += ["--exit-interval", str(steps)]
     size = place.ranks
@@ -55,7 +60,7 @@ def hop_in_pool(
     pool: RankPool, source: Path, target: Path, layout: str | Layout, *more: str
 ) -> tuple[float, float]:
     """`hop` on ranks of the pool; every rank must report the same."""
-    there = LAYOUTS[layout] if isinstance(layout, str) else layout
+    there = place_of(layout)
     argv = [*ARGV, *there.flags, *more, "--load", str(source), "--save", str(target)]
     figures = pool.run(there.ranks, hop, argv=argv)
     assert len(set(figures)) == 1
@@ -64,11 +69,12 @@ def hop_in_pool(
 
 
 def hop_in_new_processes(
-    source: Path, target: Path, layout: str, *more: str
+    source: Path, target: Path, layout: str | Layout, *more: str
 ) -> tuple[float, float]:
     """`hop` in rank processes of its own."""
-    argv = [*ARGV, *LAYOUTS[layout].flags, *more, "--load", str(source), "--save", str(target)]
-    exits = fork_ranks(LAYOUTS[layout].ranks, hop_program, argv)
+    place = place_of(layout)
+    argv = [*ARGV, *place.flags, *more, "--load", str(source), "--save", str(target)]
+    exits = fork_ranks(place.ranks, hop_program, argv)
     assert {found.code for found in exits} == {0}, exits
     figures = {found.stdout.splitlines()[-1] for found in exits}
     assert len(figures) == 1

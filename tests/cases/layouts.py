@@ -87,6 +87,34 @@ AXIS_FLAGS = {
     "vpp": "--num-virtual-stages-per-pipeline-rank",
     "cp": "--context-parallel-size",
     "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+}
+
+
+def _experts(size: int, tensor: int = 1, dispatcher: str = "alltoall") -> tuple[str, ...]:
+    """Expert axes; the dispatcher too, so that both are met."""
+    return (
+        *("--expert-model-parallel-size", str(size), "--expert-tensor-parallel-size", str(tensor)),
+        *("--moe-token-dispatcher-type", dispatcher),
+    )
+
+
+# Mixtures of experts only: dense models have no expert axis.
+EXPERT_LAYOUTS: Mapping[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout(REFERENCE),
+        Layout("tp2", 2, (*_tensor(2), *_experts(1, 2))),
+        Layout("dp2-ep2", 2, _experts(2)),
+        Layout("dp2-ep2-optim", 2, (*_experts(2, dispatcher="allgather"), *_sharded("optim"))),
+        Layout("tp2-sp-ep2", 2, (*_tensor(2, _SP), *_experts(2))),
+        Layout("dp4-ep4", 4, _experts(4)),
+        Layout("dp4-ep2-etp2", 4, _experts(2, 2, "allgather")),
+        Layout("tp2-ep2", 4, (*_tensor(2), *_experts(2))),
+        Layout("pp2-dp2-ep2", 4, (*_pipeline(2), *_experts(2))),
+        Layout("zbv", 2, _pipeline(2, "--pipeline-schedule", "zbv")),
+        Layout("dp4-ep2-params", 4, (*_experts(2), *_sharded("optim_grads_params"))),
+    )
 }
 
 

@@ -27,8 +27,8 @@ from megatron_lite.train.restore import entry_name, load_run
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.step import TrainStep
 from megatron_lite.verify.classes import Tolerances
-from tests.cases.hops import ARGV
-from tests.cases.layouts import LAYOUTS
+from megatron_lite.verify.session import Layout
+from tests.cases.hops import ARGV, place_of
 from tests.cases.ranks import Pieces, gathered
 from tests.pool import RankPool
 from tests.train.program import build_and, save_now
@@ -83,7 +83,7 @@ class NextStep:
 
 
 def next_steps(
-    pool: RankPool, sources: Sequence[Path], save: Path, layout: str, *more: str
+    pool: RankPool, sources: Sequence[Path], save: Path, layout: str | Layout, *more: str
 ) -> list[NextStep]:
     """Load each source in a layout and make the step after it; save what the last one loads."""
     found = []
@@ -97,7 +97,7 @@ def next_steps(
 
 
 def loads(
-    pool: RankPool, sources: Sequence[Path], save: Path, layout: str, *more: str
+    pool: RankPool, sources: Sequence[Path], save: Path, layout: str | Layout, *more: str
 ) -> list[list[Held]]:
     """Load each source in a layout, over NaN; save what the last one loads."""
     ranks = _run(pool, loads_of_rank, sources, save, layout, more)
@@ -105,18 +105,23 @@ def loads(
 
 
 def _run(
-    pool: RankPool, target: Any, sources: Sequence[Path], save: Path, layout: str, more: Any
+    pool: RankPool,
+    target: Any,
+    sources: Sequence[Path],
+    save: Path,
+    layout: str | Layout,
+    more: Any,
 ) -> list[Any]:
-    place, places = LAYOUTS[layout], [str(root) for root in sources]
+    place, places = place_of(layout), [str(root) for root in sources]
     argv = [*ARGV, *place.flags, *more, "--save", str(save)]
     return pool.run(place.ranks, target, timeout_s=400.0, argv=argv, sources=places)
 
 
 def train_and_hold(
-    pool: RankPool, root: Path, layout: str, steps: int, *more: str
+    pool: RankPool, root: Path, layout: str | Layout, steps: int, *more: str
 ) -> tuple[list[Held], list[tuple[int, ...]]]:
     """Train and save; what all ranks held when they saved, and each one's buckets' padding."""
-    place = LAYOUTS[layout]
+    place = place_of(layout)
     argv = [*ARGV, *place.flags, *more, "--save", str(root)]
     ranks = pool.run(place.ranks, held_by_rank, timeout_s=400.0, argv=argv, steps=steps)
     return [piece for held, _ in ranks for piece in held], [padding for _, padding in ranks]

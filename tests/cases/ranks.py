@@ -180,6 +180,36 @@ def initial_weights(
     return found
 
 
+def save_constant_experts(argv: Sequence[str], rank: int, world_size: int) -> None:
+    """Save a run in which all of expert e is e + 1."""
+
+    def use(parts: Parts, state: TrainState, status: RunStatus) -> Any:
+        for piece in parts.optimizer.weight_pieces():
+            if ".mlp.experts." in piece.spec.name:
+                first = piece.box.offset[0]
+                numbers = torch.arange(first, first + piece.box.shape[0]) + 1
+                ones = [1] * (len(piece.box.shape) - 1)
+                piece.tensor.copy_(numbers.view(-1, *ones).expand(piece.box.shape))
+        save_now(parts, state)
+
+    build_and(use, argv, rank, world_size)
+
+
+def held_experts(argv: Sequence[str], rank: int, world_size: int) -> dict[str, list[set[float]]]:
+    """Parameter -> the distinct values of each expert that this rank holds."""
+
+    def use(parts: Parts, state: TrainState, status: RunStatus) -> Any:
+        return {
+            f"{part.layer}.{name}": [set(expert.flatten().tolist()) for expert in param]
+            for part in parts.stage.expert_parts
+            for name, param in part.params.items()
+            if name.startswith("experts.")
+        }
+
+    found: dict[str, list[set[float]]] = build_and(use, argv, rank, world_size)
+    return found
+
+
 def program_without_cuda_and_extension(argv: Sequence[str]) -> int:
     """The main program where touching CUDA is an error and no extension was built."""
 

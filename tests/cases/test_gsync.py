@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.cases.conftest import Replicated
-from tests.cases.layouts import LAYOUTS, PARALLEL, axis_sizes, data_ranks
+from tests.cases.layouts import EXPERT_LAYOUTS, LAYOUTS, PARALLEL, REFERENCE, axis_sizes, data_ranks
 from tests.cases.ranks import input_gradients
 from tests.cases.tiny import SGD, flags
 from tests.pool import RankPool
@@ -83,3 +83,19 @@ def test_c059_gradients_of_the_layer_inputs_equal_one_process(
         for layer, (positions, grad) in rank.items():
             expected = wanted[layer][1][positions]
             assert np.abs(grad - expected).max() <= 1e-12 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("layout", [name for name in EXPERT_LAYOUTS if name != REFERENCE])
+def test_c056_gradients_of_every_expert_equal_one_process(mixture: Replicated, layout: str) -> None:
+    """Raw gradients of one backward at the same global batch; a factor of EP is how it failed."""
+    run = mixture(layout)
+    gradients, wanted = run.record.tensors(1, "grad"), run.reference.tensors(1, "grad")
+    stacks = [name for name in wanted if ".mlp.experts." in name]
+    assert len(stacks) == 4 * 3
+    for name in stacks:
+        assert gradients[name].shape == wanted[name].shape and len(wanted[name]) == 4
+        for expert, gradient in enumerate(wanted[name]):
+            norm = np.linalg.norm(gradient)
+            assert norm > 1e-6, (name, expert)
+            difference = np.linalg.norm(gradients[name][expert] - gradient)
+            assert difference <= 1e-10 * norm, (name, expert)

@@ -1,7 +1,6 @@
 """Change of layout (RESHARD): a checkpoint means the same in every layout, bit for bit."""
 
 from collections.abc import Callable, Mapping
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,20 +8,23 @@ import torch
 
 from megatron_lite.checkpoint.reader import open_checkpoint
 from megatron_lite.errors import UserError
+from megatron_lite.verify.classes import MATCH64
 from megatron_lite.verify.session import Layout
 from tests.cases.hops import (
+    ARGV,
     PRECISION,
     hash_of,
     hop_in_new_processes,
     hop_in_pool,
     train_and_save,
 )
-from tests.cases.layouts import LAYOUTS, REFERENCE, with_axes
-from tests.cases.next_steps import Stored, train_and_hold
+from tests.cases.layouts import EXPERT_LAYOUTS, LAYOUTS, REFERENCE, with_axes
+from tests.cases.next_steps import Stored, next_steps, train_and_hold
+from tests.cases.ranks import held_experts, save_constant_experts
 from tests.pool import RankPool
 
 NEAR_BF16 = (2e-2, 5e-2)  # of loss and gradient norm, against another layout's step
-MOE = ("--num-experts", "4", "--moe-router-topk", "2")
+MOE = ("--num-experts", "4", "--moe-ffn-hidden-size", "24", "--global-batch-size", "4")
 Saved = Callable[[str, str], tuple[Path, str]]
 
 
@@ -93,9 +95,6 @@ def test_a_hash_notices_one_changed_bit(rank_pool: RankPool, tmp_path: Path, sav
     assert hash_of(tmp_path / "there") != wanted
 
 
-# Rows that exist once a layout of the table cuts over the axis.
-
-
 ODD = "--hidden-size 27 --kv-channels 6 --ffn-hidden-size 46 --ddp-bucket-size 1000"
 
 
@@ -121,34 +120,65 @@ def test_c028_optimizer_state_beyond_the_first_bucket_survives(
                 before.read(name, (old.shape[0], *(0 for _ in old.shape[1:])), old.shape)
 
 
-@pytest.mark.parametrize(("source", "target"), list(product(with_axes({"pp"}), with_axes({"ep"}))))
-def test_c029_a_pipeline_checkpoint_becomes_an_expert_parallel_one(
-    rank_pool: RankPool, tmp_path: Path, source: str, target: str
-) -> None:
-    wanted = train_and_save(rank_pool, tmp_path / "a", source, 2, *MOE)
-    hop_in_pool(rank_pool, tmp_path / "a", tmp_path / "b", target, *MOE)
-    hop_in_pool(rank_pool, tmp_path / "b", tmp_path / "c", source, *MOE)
-    assert hash_of(tmp_path / "b") == hash_of(tmp_path / "c") == wanted
-
-
-@pytest.mark.parametrize("layout", with_axes({"ep"}))
-def test_c030_every_expert_is_in_the_checkpoint_under_its_own_number(
-    rank_pool: RankPool, tmp_path: Path, layout: str
-) -> None:
-    wanted = train_and_save(rank_pool, tmp_path / "a", layout, 1, *MOE)
-    checkpoint = open_checkpoint(tmp_path / "a")
-    experts = [n for n in checkpoint.names if ".mlp.experts." in n and "/" not in n]
-    assert experts
-    for name in experts:
-        weights = checkpoint.read(name)
-        assert weights.shape[0] == 4
-        assert len({expert.numpy().tobytes() for expert in weights}) == 4, name
-    for target in (REFERENCE, *with_axes({"ep"})):
-        hop_in_pool(rank_pool, tmp_path / "a", tmp_path / target, target, *MOE)
-        assert hash_of(tmp_path / target) == wanted
-
-
 PP2 = ("--pipeline-model-parallel-size", "2")
+EP2 = Layout("ep2", 2, ("--expert-model-parallel-size", "2"))
+TP2_EP2 = EXPERT_LAYOUTS["tp2-ep2"]
+
+
+def test_c029_a_pipeline_checkpoint_becomes_an_expert_parallel_one(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    chain = (Layout("pp2", 2, PP2), EP2, TP2_EP2, Layout("pp2", 2, PP2))
+    more = (*MOE, *PRECISION["fp64"])
+    wanted = train_and_save(rank_pool, tmp_path / "0", chain[0], 2, *more)
+    (alone,) = next_steps(rank_pool, [tmp_path / "0"], tmp_path / "alone", REFERENCE, *more)
+    for number, layout in enumerate(chain[1:]):
+        source, target = tmp_path / str(number), tmp_path / str(number + 1)
+        (step,) = next_steps(rank_pool, [source], target, layout, *more)
+        assert Stored(source).wrong(step.loaded) == [], layout
+        assert step.differences(alone, MATCH64) == [], layout
+        assert hash_of(target) == wanted, layout
+
+
+# Biases of experts too: the second one's is the same on all ranks of a tensor group.
+BIASED = [word for word in ARGV if word != "--disable-bias-linear"]
+
+
+@pytest.mark.parametrize("tensor", ["1", "2"])
+def test_c030_every_expert_is_in_the_checkpoint_under_its_own_number(
+    rank_pool: RankPool, tmp_path: Path, tensor: str
+) -> None:
+    def argv(experts: int) -> tuple[int, list[str]]:
+        sizes = ("--expert-model-parallel-size", str(experts))
+        sizes += ("--expert-tensor-parallel-size", tensor)
+        return experts * int(tensor), [*BIASED, *MOE, *sizes]
+
+    size, words = argv(2)
+    rank_pool.run(size, save_constant_experts, argv=[*words, "--save", str(tmp_path)])
+    checkpoint = open_checkpoint(tmp_path)
+    stored = {name: t.pieces for name, t in checkpoint.found.manifest.tensors.items()}
+    experts = [name for name in stored if ".mlp.experts." in name and "/" not in name]
+    assert len(experts) == 4 * 3 * 2  # layers x gate, up, fc2 x weight, bias
+    for name, pieces in stored.items():
+        elements = sum(torch.Size(piece.shape).numel() for piece in pieces)
+        assert elements == torch.Size(checkpoint.shape(name)).numel(), name
+    for name in experts:
+        # The manifest lists experts 0 to 3, each once (in slices).
+        listed = {piece.offset[0] + i for piece in stored[name] for i in range(piece.shape[0])}
+        assert listed == {0, 1, 2, 3}
+        for expert, values in enumerate(checkpoint.read(name)):
+            assert (values == expert + 1).all(), name
+    for experts_parallel in (1, 2, 4) if tensor == "1" else (1, 2):
+        size, words = argv(experts_parallel)
+        ranks = rank_pool.run(size, held_experts, argv=[*words, "--load", str(tmp_path)])
+        held = 4 // experts_parallel
+        for rank, found in enumerate(ranks):
+            first = rank // int(tensor) * held  # expert tensor ranks are neighbours
+            assert len(found) == 4 * 3 * 2
+            for values in found.values():
+                assert values == [{expert + 1.0} for expert in range(first, first + held)]
+
+
 UNEVEN = tuple(
     Layout(name, 2, (*PP2, *flags))
     for name, flags in (
