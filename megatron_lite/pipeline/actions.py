@@ -2,14 +2,16 @@
 
 A schedule is data: for every rank the list of actions it executes, in order. Stages are
 numbered 0 ... p*v - 1 over the whole model, whatever rank holds them; microbatches are
-those of one data-parallel rank. The text form ("F0.3", "REDUCE1", "NORM") is what traces,
-errors and schedule files show.
+those of one data-parallel rank. A pair is one action of two halves, a forward and a
+backward of different microbatches, which run at the same time. The text form ("F0.3",
+"F0.3&B1.2", "REDUCE1", "NORM") is what traces, errors and schedule files show.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -32,6 +34,7 @@ class Kind(Enum):
     REDUCE = "REDUCE"  # the stage's gradients are complete: reduce them
     NORM = "NORM"  # closing reduction: global norm, counts, votes
     STEP = "STEP"  # update the stage's parameters, or skip everywhere
+    PAIR = "PAIR"  # an F and a B (or I) of another microbatch, at the same time
 
     # Members are singletons, and tables hash each of them ten thousands of times; Enum's
     # own hash is a Python function. Nothing here iterates over a set.
@@ -42,27 +45,54 @@ COMPUTE = (Kind.F, Kind.I, Kind.W, Kind.B)
 TRANSFER = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 HANDOVER = (Kind.LOCAL_F, Kind.LOCAL_B)
 OF_MICROBATCH = frozenset((*COMPUTE, *TRANSFER, *HANDOVER))
+_WITHOUT_STAGE = (Kind.NORM, Kind.PAIR)
+_PAIRS = ((Kind.F, Kind.B), (Kind.F, Kind.I))
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One instruction; NORM has no stage, only compute and transfer have a microbatch."""
+    """One instruction; NORM has no stage, only compute and transfer have a microbatch.
+
+    A pair has neither, but two halves: F first, then B or I.
+    """
 
     kind: Kind
     stage: int | None = None
     microbatch: int | None = None
+    halves: tuple[Action, ...] = ()
 
     def __post_init__(self) -> None:
-        if (self.stage is None) != (self.kind is Kind.NORM):
+        kinds = tuple(half.kind for half in self.halves)
+        if kinds not in (_PAIRS if self.kind is Kind.PAIR else ((),)):
+            halves = " and ".join(map(str, self.halves)) or "no halves"
+            raise ValueError(f"{self.kind.value} of {halves}; right is F and B, or F and I")
+        if (self.stage is None) != (self.kind in _WITHOUT_STAGE):
             raise ValueError(f"{self.kind.value} with stage {self.stage}")
         if (self.microbatch is None) == (self.kind in OF_MICROBATCH):
             raise ValueError(f"{self.kind.value} with microbatch {self.microbatch}")
 
+    @property
+    def singles(self) -> tuple[Action, ...]:
+        """The halves of a pair; any other action alone."""
+        return self.halves or (self,)
+
     def __str__(self) -> str:
+        if self.halves:
+            return "&".join(map(str, self.halves))
         stage = "" if self.stage is None else str(self.stage)
         return f"{self.kind.value}{stage}" + (
             "" if self.microbatch is None else f".{self.microbatch}"
         )
+
+
+def pair(forward: Action, backward: Action) -> Action:
+    """Return the action that runs an F and a B (or I) at the same time."""
+    return Action(Kind.PAIR, halves=(forward, backward))
+
+
+def singles_of(actions: Iterable[Action]) -> list[Action]:
+    """Return the actions with every pair as its two halves, F first."""
+    return [single for action in actions for single in action.singles]
 
 
 _TEXT = re.compile(r"([A-Z]+(?:_[FB])?)([0-9]+)?(?:\.([0-9]+))?")
@@ -74,10 +104,15 @@ def parse_action(text: str) -> Action:
     Raises:
         ValueError: unknown kind, or a stage or microbatch too many or too few.
     """
-    match = _TEXT.fullmatch(text.strip()[:64])
+    first, *second = text.strip()[:64].split("&")
+    if second:
+        return Action(Kind.PAIR, halves=tuple(parse_action(half) for half in (first, *second)))
+    match = _TEXT.fullmatch(first)
     if match is None:
         raise ValueError(f"{text[:64]!r} is not an action")
     kind, stage, microbatch = match.groups()
+    if kind == Kind.PAIR.value:
+        raise ValueError(f"{text[:64]!r} is not an action; a pair is written F0.1&B0.0")
     return Action(
         Kind(kind),
         None if stage is None else int(stage),
@@ -105,6 +140,11 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     bounds: tuple[int, ...] = ()
     forward_only: bool = False
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether anything in the table runs at the same time on one rank."""
+        return any(action.halves for row in self.ranks for action in row)
 
     @property
     def num_stages(self) -> int:

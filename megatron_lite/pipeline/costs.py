@@ -2,7 +2,8 @@
 
 Times are any numbers of one unit; with integers and fractions every result is exact. The
 costs are per stage, one of the p * v pieces, so unequal stages need nothing special. A
-message takes `latency` plus `transfer`, and only the latter occupies its channel.
+message takes `latency` plus `transfer`, and only the latter occupies its channel. A stage of
+experts also exchanges tokens inside its block; `Costs.time_of` says when that costs time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from fractions import Fraction
 from math import lcm
 from typing import TypeAlias
 
+from megatron_lite.pipeline.actions import Action, Kind
+
 Time: TypeAlias = int | float | Fraction
 
 
@@ -22,6 +25,8 @@ class Costs:
 
     Attributes:
         forward, input_grad, weight_grad: per stage, of one microbatch; B costs I + W.
+            Exchanges of experts are not in them.
+        exchanges: per stage the times of F's, I's and W's all-to-alls; empty: none.
         latency: alpha of a message between ranks; hops inside a rank are free.
         transfer: beta n, the time for which a message occupies its channel.
         reduce: gradient reduction of a stage over the data-parallel ranks.
@@ -39,24 +44,62 @@ class Costs:
     unshard: Time = 0
     norm: Time = 0
     step: Time = 0
+    exchanges: tuple[tuple[Time, Time, Time], ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(self.forward), len(self.input_grad), len(self.weight_grad)}
         if len(lengths) != 1:
             raise ValueError(f"costs of {sorted(lengths)} stages: F, I and W need the same number")
-        times = (*self.forward, *self.input_grad, *self.weight_grad)
+        if self.exchanges and len(self.exchanges) != len(self.forward):
+            raise ValueError(
+                f"exchanges of {len(self.exchanges)} stages for {len(self.forward)} stages"
+            )
+        times = (*self.forward, *self.input_grad, *self.weight_grad, *sum(self.exchanges, ()))
         rest = (self.latency, self.transfer, self.reduce, self.unshard, self.norm, self.step)
         # Not `< 0`: a NaN must not pass.
         if not all(0 <= time < float("inf") for time in (*times, *rest)):
             raise ValueError("costs must be finite and not negative")
 
+    def time_of(self, action: Action) -> Time:
+        """Return how long a computation, or a pair of them, occupies its rank.
+
+        A rank computes one thing at a time and exchanges one thing at a time. An action
+        alone does both in turn, c + x. Of a pair, F (c, x) and B (c', x'), neither resource
+        can be faster than its work, and neither half than its own chain of both:
+
+            max(c + c', x + x', c + x, c' + x').
+
+        It is reached in the limit of many layers per stage, where one half computes
+        whenever the other exchanges; with L layers at most one more layer of it is lost.
+        """
+        parts = [self._parts(single) for single in action.singles]
+        chains = [compute + exchange for compute, exchange in parts]
+        if len(parts) == 1:
+            return chains[0]
+        compute, exchange = (sum(times) for times in zip(*parts, strict=True))
+        return max(compute, exchange, *chains)
+
+    def _parts(self, action: Action) -> tuple[Time, Time]:
+        """Return computing and exchanging time of a single computation."""
+        stage, kind = action.stage, action.kind
+        assert stage is not None
+        exchange = self.exchanges[stage] if self.exchanges else (0, 0, 0)
+        if kind is Kind.F:
+            return self.forward[stage], exchange[0]
+        if kind is Kind.I:
+            return self.input_grad[stage], exchange[1]
+        if kind is Kind.W:
+            return self.weight_grad[stage], exchange[2]
+        return self.input_grad[stage] + self.weight_grad[stage], exchange[1] + exchange[2]
+
     def work(self, stages: Sequence[int]) -> Time:
-        """Return F + I + W of one microbatch on all these stages."""
-        return sum(self.forward[s] + self.input_grad[s] + self.weight_grad[s] for s in stages)
+        """Return F + I + W of one microbatch on all these stages, exchanges included."""
+        computed = sum(self.forward[s] + self.input_grad[s] + self.weight_grad[s] for s in stages)
+        return computed + sum(sum(self.exchanges[s]) for s in stages if self.exchanges)
 
     def in_whole_numbers(self) -> Costs:
         """Return costs in a smaller unit, as integers if all are exact: faster to add."""
-        many = (*self.forward, *self.input_grad, *self.weight_grad)
+        many = (*self.forward, *self.input_grad, *self.weight_grad, *sum(self.exchanges, ()))
         rest = (self.latency, self.transfer, self.reduce, self.unshard, self.norm, self.step)
         if any(isinstance(time, float) for time in (*many, *rest)):
             return self
@@ -65,7 +108,10 @@ class Costs:
             tuple(int(time * unit) for time in times)
             for times in (self.forward, self.input_grad, self.weight_grad)
         )
-        return Costs(f, i, w, *(int(time * unit) for time in rest))
+        exchanges = tuple(
+            (int(a * unit), int(b * unit), int(c * unit)) for a, b, c in self.exchanges
+        )
+        return Costs(f, i, w, *(int(time * unit) for time in rest), exchanges=exchanges)
 
 
 def equal_costs(

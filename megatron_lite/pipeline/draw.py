@@ -1,7 +1,8 @@
 """Pictures of schedules: lines of text for a terminal, SVG for documents.
 
 Time runs to the right, one row per rank; what a rank does has a colour by kind and, for
-its later chunks, a lighter shade. Below the rows the activations that each rank keeps.
+its later chunks, a lighter shade; of a pair both halves, one above the other. Below the
+rows the activations that each rank keeps.
 Everything drawn comes from the simulator's timeline.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megatron_lite.pipeline.actions import COMPUTE, Action, Kind, Schedule
+from megatron_lite.pipeline.actions import COMPUTE, Action, Kind, Schedule, singles_of
 from megatron_lite.pipeline.costs import Time
 from megatron_lite.pipeline.simulate import Report, Slot, Timeline, live_counts
 
@@ -48,8 +49,12 @@ def _compute_slots(played: Played, rank: int) -> list[Slot]:
     return [
         slot
         for slot in played.timeline.slots
-        if slot.rank == rank and slot.action.kind in COMPUTE and slot.end > slot.start
+        if slot.rank == rank and _is_computed(slot.action) and slot.end > slot.start
     ]
+
+
+def _is_computed(action: Action) -> bool:
+    return action.singles[0].kind in COMPUTE
 
 
 def _chunk(schedule: Schedule, action: Action, rank: int) -> int:
@@ -61,7 +66,8 @@ def draw_text(played: Played, width: int) -> str:
     """Draw the timeline in at most `width` columns.
 
     Each rank has a line of kinds (F, I, W, B; small letters on later chunks, a point when
-    idle) and under it the last digit of the microbatch where an action begins.
+    idle) and under it the last digit of the microbatch where an action begins. Where a rank
+    has pairs, two more lines show their backward halves, the first two their forward ones.
     """
     schedule, makespan = played.schedule, played.report.makespan
     columns = max(1, width - 9)
@@ -75,19 +81,25 @@ def draw_text(played: Played, width: int) -> str:
         step = float(shortest)
     lines = []
     for rank in range(len(schedule.ranks)):
-        kinds = ["."] * round(float(makespan) / step)
-        numbers = [" "] * len(kinds)
-        for slot in _compute_slots(played, rank):
-            first = round(float(slot.start) / step)
-            end = max(first + 1, round(float(slot.end) / step))
-            letter = slot.action.kind.value
-            letter = letter.lower() if _chunk(schedule, slot.action, rank) else letter
-            for column in range(first, min(end, len(kinds))):
-                kinds[column] = letter
-            if first < len(numbers):
-                numbers[first] = str((slot.action.microbatch or 0) % 10)
-        lines.append(f"rank {rank:<3} {''.join(kinds)}")
-        lines.append(f"{'':9}{''.join(numbers)}".rstrip())
+        slots = _compute_slots(played, rank)
+        for half in range(max((len(slot.action.singles) for slot in slots), default=1)):
+            kinds = [" " if half else "."] * round(float(makespan) / step)
+            numbers = [" "] * len(kinds)
+            for slot in slots:
+                if half >= len(slot.action.singles):
+                    continue
+                action = slot.action.singles[half]
+                first = round(float(slot.start) / step)
+                end = max(first + 1, round(float(slot.end) / step))
+                letter = action.kind.value
+                letter = letter.lower() if _chunk(schedule, action, rank) else letter
+                for column in range(first, min(end, len(kinds))):
+                    kinds[column] = letter
+                if first < len(numbers):
+                    numbers[first] = str((action.microbatch or 0) % 10)
+            name = f"     & {'':<2}" if half else f"rank {rank:<3} "
+            lines.append(f"{name}{''.join(kinds)}".rstrip())
+            lines.append(f"{'':9}{''.join(numbers)}".rstrip())
     return "\n".join(lines)
 
 
@@ -148,7 +160,7 @@ def draw_svg(played: Sequence[Played]) -> str:
 
 def _draw_legend(canvas: _Canvas, played: Sequence[Played]) -> float:
     """One entry per colour that occurs; returns where the schedules begin."""
-    kinds = {a.kind for item in played for row in item.schedule.ranks for a in row}
+    kinds = {a.kind for item in played for row in item.schedule.ranks for a in singles_of(row)}
     chunked = any(item.schedule.num_stages > len(item.schedule.ranks) for item in played)
     entries = [
         (_COLOURS[kind], f"{kind.value} {_NAMES[kind]}") for kind in _COLOURS if kind in kinds
@@ -217,17 +229,10 @@ def _draw_rank(canvas: _Canvas, item: Played, rank: int, y: float, scale: float)
     canvas.text(_LEFT - 8, y + _ROW * 0.68, f"rank {rank}", 12, "end")
     canvas.rect(_LEFT, y, makespan * scale, _ROW, _IDLE, "")
     for slot in _compute_slots(item, rank):
-        action = slot.action
-        shade = min(1, _chunk(item.schedule, action, rank))
-        x, width = _LEFT + float(slot.start) * scale, float(slot.end - slot.start) * scale
-        tip = f"{action}: {format_number(slot.start)} to {format_number(slot.end)}"
-        inset = 0.5 if width > 3 else 0.1
-        canvas.rect(x, y, width - inset, _ROW, _COLOURS[action.kind][shade], tip)
-        number = str(action.microbatch)
-        size = min(11.0, (width - 1.5) / (0.6 * len(number)))
-        if size >= 5.5:
-            fill = _INK if shade else "white"
-            canvas.text(x + width / 2, y + _ROW / 2 + size * 0.36, number, size, "middle", fill)
+        singles = slot.action.singles
+        for half, action in enumerate(singles):
+            height = _ROW / len(singles)
+            _draw_action(canvas, item, slot, action, y + half * height, height, scale)
     lane = y + _ROW + 1
     for message in item.timeline.messages:
         if message.source == rank and message.end > message.start:
@@ -238,6 +243,22 @@ def _draw_rank(canvas: _Canvas, item: Played, rank: int, y: float, scale: float)
         if slot.rank == rank:
             x, width = float(slot.start) * scale, float(slot.end - slot.start) * scale
             canvas.rect(_LEFT + x, lane + _LANE - 1, width, _LANE, _REDUCTION, str(slot.action))
+
+
+def _draw_action(
+    canvas: _Canvas, item: Played, slot: Slot, action: Action, y: float, height: float, scale: float
+) -> None:
+    """A computation, or half of a pair, whose slot it fills."""
+    shade = min(1, _chunk(item.schedule, action, slot.rank))
+    x, width = _LEFT + float(slot.start) * scale, float(slot.end - slot.start) * scale
+    tip = f"{action}: {format_number(slot.start)} to {format_number(slot.end)}"
+    inset = 0.5 if width > 3 else 0.1
+    canvas.rect(x, y, width - inset, height, _COLOURS[action.kind][shade], tip)
+    number = str(action.microbatch)
+    size = min(height / 2, (width - 1.5) / (0.6 * len(number)))
+    if size >= 5.5 or (height < _ROW and size >= 4.5):
+        fill = _INK if shade else "white"
+        canvas.text(x + width / 2, y + height / 2 + size * 0.36, number, size, "middle", fill)
 
 
 def _tick_step(longest: float, most: int = 12) -> float:
@@ -289,13 +310,13 @@ def _memory_points(
     item: Played, rank: int, y: float, top: float, scale: float
 ) -> list[tuple[float, float]]:
     """Steps: up when an F begins, down when a W or B ends."""
-    row = [action for action in item.schedule.ranks[rank] if action.kind in COMPUTE]
+    row = [action for action in item.schedule.ranks[rank] if _is_computed(action)]
     chunks = max(1, len(item.schedule.stages_of(rank)))
-    slots = [s for s in item.timeline.slots if s.rank == rank and s.action.kind in COMPUTE]
+    slots = [s for s in item.timeline.slots if s.rank == rank and _is_computed(s.action)]
     level: dict[Time, int] = {0: 0}  # from a time on; a W and an F at one instant cancel out
     for action, slot, counts in zip(row, slots, live_counts(row), strict=True):
         level[slot.start] = counts[0]
-        ends = action.kind in (Kind.W, Kind.B)
+        ends = action.singles[-1].kind in (Kind.W, Kind.B)
         level[slot.end] = counts[0] - ends
     points: list[tuple[float, float]] = []
     for time in sorted(level):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megatron_lite.pipeline.actions import COMPUTE, Action, Kind, Schedule
+from megatron_lite.pipeline.actions import COMPUTE, Action, Kind, Schedule, pair
 from megatron_lite.pipeline.costs import Costs, equal_costs
 from megatron_lite.pipeline.simulate import play
 
@@ -39,8 +39,23 @@ def drop_padding(rows: Rows, num_microbatches: int) -> Rows:
     legal number; a table stays valid when whole microbatches are taken out of it.
     """
     return [
-        [action for action in row if (action.microbatch or 0) < num_microbatches] for row in rows
+        [kept for action in row for kept in _without_padding(action, num_microbatches)]
+        for row in rows
     ]
+
+
+def _without_padding(action: Action, num_microbatches: int) -> tuple[Action, ...]:
+    kept = tuple(a for a in action.singles if (a.microbatch or 0) < num_microbatches)
+    return (action,) if kept == action.singles else kept
+
+
+def pair_up(forward: Action, backward: Action) -> list[Action]:
+    """Make a pair of an F and the B or I after it, if neither can need the other.
+
+    Of different microbatches they never do; of one, the backward needs the forward.
+    """
+    together = forward.microbatch != backward.microbatch
+    return [pair(forward, backward)] if together else [forward, backward]
 
 
 def insert_transfers(rows: Rows, placement: Sequence[int], costs: Costs | None = None) -> Rows:
@@ -63,27 +78,27 @@ def insert_transfers(rows: Rows, placement: Sequence[int], costs: Costs | None =
     result: Rows = [[] for _ in rows]
     for slot in timeline.slots:
         action, rank = slot.action, slot.rank
-        row = result[rank]
-        row.append(action)
-        stage = action.stage
-        if stage is None or action.kind not in _PRODUCERS:
-            continue
-        forward = action.kind is Kind.F
-        following = stage + 1 if forward else stage - 1
-        if not 0 <= following <= last:
-            continue
-        other = placement[following]
-        if other == rank:
-            kind = Kind.LOCAL_F if forward else Kind.LOCAL_B
-            row.append(Action(kind, stage, action.microbatch))
-        else:
-            send, receive = (Kind.SEND_F, Kind.RECV_F) if forward else (Kind.SEND_B, Kind.RECV_B)
-            row.append(Action(send, stage, action.microbatch))
-            result[other].append(Action(receive, following, action.microbatch))
+        result[rank].append(action)
+        for single in action.singles:
+            stage, forward = single.stage, single.kind is Kind.F
+            if stage is None or single.kind not in _PRODUCERS:
+                continue
+            following = stage + 1 if forward else stage - 1
+            if not 0 <= following <= last:
+                continue
+            other = placement[following]
+            if other == rank:
+                kind = Kind.LOCAL_F if forward else Kind.LOCAL_B
+                result[rank].append(Action(kind, stage, single.microbatch))
+            else:
+                send, receive = _ENDS[forward]
+                result[rank].append(Action(send, stage, single.microbatch))
+                result[other].append(Action(receive, following, single.microbatch))
     return result
 
 
 _PRODUCERS = frozenset((Kind.F, Kind.I, Kind.B))
+_ENDS = {True: (Kind.SEND_F, Kind.RECV_F), False: (Kind.SEND_B, Kind.RECV_B)}
 
 
 def insert_closing(rows: Rows, placement: Sequence[int]) -> Rows:
@@ -97,9 +112,10 @@ def insert_closing(rows: Rows, placement: Sequence[int]) -> Rows:
     for rank, row in enumerate(rows):
         stages = [stage for stage, holder in enumerate(placement) if holder == rank]
         last = {
-            action.stage: index
+            single.stage: index
             for index, action in enumerate(row)
-            if action.kind is Kind.W or action.kind is Kind.B
+            for single in action.singles
+            if single.kind is Kind.W or single.kind is Kind.B
         }
         ends = {index: stage for stage, index in last.items()}
         closed: list[Action] = []
@@ -120,18 +136,22 @@ def insert_unshards(rows: Rows) -> Rows:
         first: dict[int | None, int] = {}
         last: dict[int | None, int] = {}
         for index, action in enumerate(row):
-            if action.kind in COMPUTE:
-                first.setdefault(action.stage, index)
-                last[action.stage] = index
+            for stage in _computes(action):
+                first.setdefault(stage, index)
+                last[stage] = index
         gathered: list[Action] = []
         for index, action in enumerate(row):
-            if first.get(action.stage) == index and action.kind in COMPUTE:
-                gathered.append(Action(Kind.UNSHARD, action.stage))
+            stages = _computes(action)
+            gathered += [Action(Kind.UNSHARD, stage) for stage in stages if first[stage] == index]
             gathered.append(action)
-            if last.get(action.stage) == index and action.kind in COMPUTE:
-                gathered.append(Action(Kind.RESHARD, action.stage))
+            gathered += [Action(Kind.RESHARD, stage) for stage in stages if last[stage] == index]
         result.append(gathered)
     return result
+
+
+def _computes(action: Action) -> list[int | None]:
+    """The stages that an action computes on."""
+    return list(dict.fromkeys(a.stage for a in action.singles if a.kind in COMPUTE))
 
 
 def assemble(

@@ -2,8 +2,9 @@
 
 Each rank executes its list in order; an action starts when the rank is free and what it
 needs has arrived. Sends leave when their producer ends, receives cost no time, messages of
-one channel follow one another, reductions run beside the computation. With integer or
-fractional costs all results are exact. Every figure is defined once, in `Report`.
+one channel follow one another, reductions run beside the computation. A pair starts when
+both halves can, and takes what `Costs.time_of` says. With integer or fractional costs all
+results are exact. Every figure is defined once, in `Report`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron_lite.pipeline.actions import Action, Kind, Schedule
 from megatron_lite.pipeline.costs import Costs, Time
 
 _F, _I, _W, _B = Kind.F, Kind.I, Kind.W, Kind.B
-_COMPUTE = frozenset((_F, _I, _W, _B))
+_COMPUTE = frozenset((_F, _I, _W, _B, Kind.PAIR))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +84,22 @@ class _Player:
         self.position[rank] = k
         if k == len(row):
             return
-        action = row[k]
-        start, stage, microbatch = self.free[rank], action.stage, action.microbatch
-        assert stage is not None and microbatch is not None
-        if action.kind is not _W:
-            forward = action.kind is _F
-            source = stage - 1 if forward else stage + 1
-            if 0 <= source <= self.last:
-                key = (forward, source, microbatch)
-                arrival = self.arrived.get(key)
-                if arrival is None:
-                    self.waiting[key] = rank
-                    return
-                start = max(start, arrival)
-        if stage in self.gathered:
-            start = max(start, self.gathered[stage])
+        start = self.free[rank]
+        for action in row[k].singles:
+            stage, microbatch = action.stage, action.microbatch
+            assert stage is not None and microbatch is not None
+            if action.kind is not _W:
+                forward = action.kind is _F
+                source = stage - 1 if forward else stage + 1
+                if 0 <= source <= self.last:
+                    key = (forward, source, microbatch)
+                    arrival = self.arrived.get(key)
+                    if arrival is None:
+                        self.waiting[key] = rank
+                        return
+                    start = max(start, arrival)
+            if stage in self.gathered:
+                start = max(start, self.gathered[stage])
         heapq.heappush(self.heap, (start, rank))
 
     def start_beside(self, rank: int, action: Action) -> None:
@@ -115,21 +117,13 @@ class _Player:
     def execute(self, rank: int, start: Time) -> None:
         """Run the rank's next computation and tell whoever waits for its output."""
         action = self.rows[rank][self.position[rank]]
-        stage, microbatch, kind, costs = action.stage, action.microbatch, action.kind, self.costs
-        assert stage is not None and microbatch is not None
-        if kind is _F:
-            end = start + costs.forward[stage]
-        elif kind is _W:
-            end = start + costs.weight_grad[stage]
-        else:
-            end = start + costs.input_grad[stage]
-            if kind is _B:
-                end += costs.weight_grad[stage]
+        end = start + self.costs.time_of(action)
         self.free[rank] = end
         self.position[rank] += 1
         self.timeline.slots.append(Slot(rank, action, start, end))
-        if kind is not _W:
-            self.hand_over(rank, action, end)
+        for single in action.singles:
+            if single.kind is not _W:
+                self.hand_over(rank, single, end)
         self.offer(rank)
 
     def hand_over(self, rank: int, action: Action, end: Time) -> None:
@@ -182,8 +176,9 @@ class Report:
 
     Attributes:
         makespan: from 0 until every rank has finished its computations and reductions.
-        ideal: mean over the ranks of the time they compute; no table of this placement
-            and these costs can be faster.
+        ideal: mean over the ranks of the time their computations take, with the
+            exchanges of experts that no pair hides; no table of this placement, these
+            costs and these pairs can be faster.
         makespan_bubble: makespan - ideal; what is lost when all ranks wait for the norm
             at the end of the step.
         bubble_fraction: share of all ranks' slots until the makespan in which nothing is
@@ -274,23 +269,24 @@ def live_counts(row: Sequence[Action]) -> list[tuple[int, int, int]]:
     alive = deferred = received = 0
     counts = []
     pending: set[tuple[Kind, int | None, int | None]] = set()
-    for action in row:
-        kind = action.kind
+    for whole in row:
         done_alive = done_deferred = done_received = 0
-        if kind is _F:
-            alive += 1
-            done_received = _consume(pending, Kind.RECV_F, action)
-        elif kind is _W:
-            done_alive = done_deferred = 1
-        elif kind is _B:
-            done_alive = 1
-            done_received = _consume(pending, Kind.RECV_B, action)
-        elif kind is _I:
-            deferred += 1
-            done_received = _consume(pending, Kind.RECV_B, action)
-        elif kind is Kind.RECV_F or kind is Kind.RECV_B:
-            pending.add((kind, action.stage, action.microbatch))
-            received += 1
+        for action in whole.singles:
+            kind = action.kind
+            if kind is _F:
+                alive += 1
+                done_received += _consume(pending, Kind.RECV_F, action)
+            elif kind is _W:
+                done_alive = done_deferred = 1
+            elif kind is _B:
+                done_alive = 1
+                done_received += _consume(pending, Kind.RECV_B, action)
+            elif kind is _I:
+                deferred += 1
+                done_received += _consume(pending, Kind.RECV_B, action)
+            elif kind is Kind.RECV_F or kind is Kind.RECV_B:
+                pending.add((kind, action.stage, action.microbatch))
+                received += 1
         counts.append((alive, deferred, received))
         alive -= done_alive
         deferred -= done_deferred

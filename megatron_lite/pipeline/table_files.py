@@ -26,6 +26,7 @@ from megatron_lite.pipeline.actions import (
     Kind,
     Schedule,
     parse_action,
+    singles_of,
 )
 from megatron_lite.pipeline.passes import Rows, insert_closing, insert_transfers
 from megatron_lite.pipeline.verify import check_placement, check_schedule
@@ -189,7 +190,8 @@ def _csv_cell(cell: str) -> Action:
 
 def _count_microbatches(rows: Sequence[Sequence[Action]]) -> int:
     return 1 + max(
-        (a.microbatch for row in rows for a in row if a.microbatch is not None), default=-1
+        (a.microbatch for row in rows for a in singles_of(row) if a.microbatch is not None),
+        default=-1,
     )
 
 
@@ -197,7 +199,7 @@ def _derive_placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     """Each stage is on the rank whose line computes it."""
     holders: dict[int, int] = {}
     for rank, row in enumerate(rows):
-        for action in row:
+        for action in singles_of(row):
             stage = action.stage
             if action.kind not in COMPUTE or stage is None:
                 continue
@@ -211,7 +213,7 @@ def _derive_placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 def _check_counts(schedule: Schedule) -> None:
     """Refuse sizes that the actions cannot fill before anything grows with the sizes."""
-    actions = sum(map(len, schedule.ranks))
+    actions = sum(len(singles_of(row)) for row in schedule.ranks)
     needed = schedule.num_microbatches * schedule.num_stages
     if not needed or actions < needed:
         raise ValueError(
@@ -226,7 +228,7 @@ def _complete(schedule: Schedule) -> Schedule:
     rows: Rows = [list(row) for row in schedule.ranks]
     several = len(schedule.placement) > 1
     if several and kinds.isdisjoint((*TRANSFER, *HANDOVER)):
-        closing = [[a for a in row if a.kind not in COMPUTE] for row in rows]
+        closing = [[a for a in singles_of(row) if a.kind not in COMPUTE] for row in rows]
         if any(closing):
             raise ValueError("transfers are missing; leave them out together with REDUCE to STEP")
         rows = insert_transfers(rows, schedule.placement)

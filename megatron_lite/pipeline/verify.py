@@ -2,7 +2,8 @@
 
 Per rank: everything once and nothing else; F, I and W (or B) of a stage in microbatch
 order, so that accumulation is bitwise the same under every schedule; W before REDUCE
-before NORM before STEP; activations within the declared bound. Across ranks: the messages
+before NORM before STEP; activations within the declared bound; the halves of a pair of
+different microbatches, so that neither needs the other. Across ranks: the messages
 of each channel are sent and received in one order, and the table runs to its end although
 every transfer waits for its partner, which excludes cycles and deadlocks of any transport.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, zip_longest
 from typing import TypeAlias
 
-from megatron_lite.pipeline.actions import COMPUTE, TRANSFER, Action, Kind, Schedule
+from megatron_lite.pipeline.actions import COMPUTE, TRANSFER, Action, Kind, Schedule, singles_of
 from megatron_lite.pipeline.channels import Channel, are_partners, channel_of, partner_of
 from megatron_lite.pipeline.simulate import peak_live
 
@@ -77,7 +78,7 @@ def _misplaced(schedule: Schedule) -> Iterator[str]:
         held = set(schedule.stages_of(rank))
         if not held:
             yield f"rank {rank} holds no stage"
-        for action in actions:
+        for action in singles_of(actions):
             if action.stage is not None and action.stage not in held:
                 yield f"rank {rank}: {action} of a stage it does not hold {sorted(held)}"
             elif action.microbatch is not None and action.microbatch >= schedule.num_microbatches:
@@ -87,15 +88,22 @@ def _misplaced(schedule: Schedule) -> Iterator[str]:
 def _check_rank(schedule: Schedule, rank: int) -> list[str]:
     """Everything that one rank's list must be for itself."""
     actions = schedule.ranks[rank]
-    places = {(a.kind, a.stage, a.microbatch): index for index, a in enumerate(actions)}
+    singles = singles_of(actions)
+    # Both halves of a pair are at its place, and are one computation.
+    places = {
+        (a.kind, a.stage, a.microbatch): index
+        for index, action in enumerate(actions)
+        for a in action.singles
+    }
     problems: list[str] = []
-    if len(places) < len(actions):
+    if len(places) < len(singles):
         problems += [
             f"rank {rank}: {action} occurs {count} times"
-            for action, count in Counter(actions).items()
+            for action, count in Counter(singles).items()
             if count > 1
         ]
-    computed = [0, *accumulate(action.kind in _COMPUTE for action in actions)]
+    computed = [0, *accumulate(action.singles[0].kind in _COMPUTE for action in actions)]
+    problems += _check_pairs(schedule, rank)
     stages = schedule.stages_of(rank)
     expected = 0
     for stage in stages:
@@ -107,9 +115,9 @@ def _check_rank(schedule: Schedule, rank: int) -> list[str]:
         expected += 1 + 2 * len(stages)
     expected += sum(action.kind in _GATHER for action in actions)
     if not problems:
-        problems += _check_gathers(rank, actions)
-    if not problems and expected != len(actions):
-        problems.append(f"rank {rank}: {len(actions)} actions, but only {expected} belong there")
+        problems += _check_gathers(rank, singles)
+    if not problems and expected != len(singles):
+        problems.append(f"rank {rank}: {len(singles)} actions, but only {expected} belong there")
     if not problems and schedule.bounds:
         alive = peak_live(actions)[0]
         if alive > schedule.bounds[rank]:
@@ -118,6 +126,17 @@ def _check_rank(schedule: Schedule, rank: int) -> list[str]:
                 f"{schedule.bounds[rank]}"
             )
     return problems
+
+
+def _check_pairs(schedule: Schedule, rank: int) -> Iterator[str]:
+    """Neither half needs what the other computes, through whatever stages and ranks.
+
+    A backward needs the forwards of its own microbatch and nothing else of others, a
+    forward needs forwards of its own.
+    """
+    for action in schedule.ranks[rank]:
+        if action.halves and action.halves[0].microbatch == action.halves[1].microbatch:
+            yield f"rank {rank}: {action}: halves of one microbatch, the B needs the F"
 
 
 def _check_closing(

@@ -43,11 +43,10 @@ def walk_alive(
     messages: set[tuple[str, int, int]] = set()  # of (direction, stage that takes it, microbatch)
     leaving: set[tuple[Kind, int]] = set()  # one per channel, until the next is sent
     alive = []
-    for action in actions:
-        kind, number, microbatch = action.kind, action.stage, action.microbatch
+    for whole in actions:
         freed_kept = freed_deferred = working = 0
         taken = None
-        if number is not None and microbatch is not None:
+        for kind, number, microbatch in _of_microbatches(whole):
             stage = stages[number]
             if kind is Kind.RECV_F or kind is Kind.RECV_B:
                 messages.add((kind.name[-1], number, microbatch))
@@ -78,6 +77,15 @@ def walk_alive(
         kept -= freed_kept
         deferred -= freed_deferred
     return alive
+
+
+def _of_microbatches(action: Action) -> list[tuple[Kind, int, int]]:
+    """Kind, stage and microbatch of an action that has them; a pair has those of both halves."""
+    return [
+        (single.kind, single.stage, single.microbatch)
+        for single in action.singles
+        if single.stage is not None and single.microbatch is not None
+    ]
 
 
 def peak_alive(

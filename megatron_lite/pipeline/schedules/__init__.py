@@ -27,7 +27,15 @@ from megatron_lite.pipeline.schedules.zbv import zbv
 from megatron_lite.pipeline.table_files import read_table
 from megatron_lite.pipeline.verify import ScheduleError, check_schedule
 
-__all__ = ["FIXED_CHUNKS", "SCHEDULES", "Generator", "Options", "build_schedule", "forward_only"]
+__all__ = [
+    "FIXED_CHUNKS",
+    "PAIRED",
+    "SCHEDULES",
+    "Generator",
+    "Options",
+    "build_schedule",
+    "forward_only",
+]
 
 OrderGenerator: TypeAlias = Callable[[int, int, int, Options], Order]
 
@@ -107,6 +115,10 @@ FIXED_CHUNKS: Mapping[str, int] = {
 }
 
 
+# Schedules with pairs of a forward and a backward, see `Options.paired`.
+PAIRED = ("single", "1f1b", "interleaved", "dualpipev")
+
+
 def build_schedule(
     name: str, num_ranks: int, chunks: int, num_microbatches: int, options: Options = DEFAULT
 ) -> Schedule:
@@ -130,6 +142,8 @@ def build_schedule(
         raise UserError(
             f"schedule {name} is unknown; legal: {', '.join(sorted(SCHEDULES))}, file:PATH"
         )
+    if options.paired and name not in PAIRED:
+        raise UserError(f"schedule {name} has no pairs; schedules with pairs: {', '.join(PAIRED)}")
     try:
         schedule = SCHEDULES[name](num_ranks, chunks, num_microbatches, options)
         check_schedule(schedule)

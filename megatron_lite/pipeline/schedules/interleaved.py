@@ -3,11 +3,12 @@
 Forwards take groups of g microbatches through chunk 0, 1, ..., v-1; backwards take the same
 groups through the chunks in reverse (Narayanan et al., 2021; g is Megatron's
 `--microbatch-group-size-per-virtual-pipeline-stage`, p by default). The bubble shrinks to
-(p-1)(F+I+W)/v, with split backwards to (p-1)(F+I-W)/v at v p activations.
+(p-1)(F+I+W)/v, with split backwards to (p-1)(F+I-W)/v at v p activations. Paired 1F1B has
+one more warm-up forward, so that each forward runs beside the backward before it.
 """
 
 from megatron_lite.pipeline.actions import Action, Kind
-from megatron_lite.pipeline.passes import Order, drop_padding
+from megatron_lite.pipeline.passes import Order, drop_padding, pair_up
 from megatron_lite.pipeline.placement import looping
 from megatron_lite.pipeline.schedules.options import Options
 from megatron_lite.pipeline.schedules.refuse import check_sizes
@@ -21,12 +22,16 @@ def interleaved(num_ranks: int, chunks: int, num_microbatches: int, options: Opt
     visits = _visits(chunks, padded, group)
     rows, bounds = [], []
     for rank in range(num_ranks):
-        warm_up = min(len(visits), 2 * (num_ranks - 1 - rank) + (chunks - 1) * group)
+        warm_up = 2 * (num_ranks - 1 - rank) + (chunks - 1) * group + options.paired
+        warm_up = min(len(visits), warm_up)
         row = [_at(Kind.F, num_ranks, rank, *visit) for visit in visits[:warm_up]]
         for k, (chunk, mb) in enumerate(visits):
+            backward = _at(Kind.B, num_ranks, rank, chunks - 1 - chunk, mb)
             if k + warm_up < len(visits):
-                row.append(_at(Kind.F, num_ranks, rank, *visits[k + warm_up]))
-            row.append(_at(Kind.B, num_ranks, rank, chunks - 1 - chunk, mb))
+                forward = _at(Kind.F, num_ranks, rank, *visits[k + warm_up])
+                row += pair_up(forward, backward) if options.paired else [forward, backward]
+            else:
+                row.append(backward)
         rows.append(row)
         bounds.append(min(num_microbatches * chunks, warm_up + 1))
     rows = drop_padding(rows, num_microbatches)

@@ -6,16 +6,26 @@ the backward and filling gaps with W (Qi et al., Zero Bubble) leaves (p-1)(F+I-W
 same memory (H1), or (p-1)(F+I-2W) with a longer warm-up at 2p-1 activations (H2).
 """
 
+from dataclasses import replace
+
 from megatron_lite.pipeline.actions import Action, Kind
 from megatron_lite.pipeline.passes import Order
 from megatron_lite.pipeline.placement import looping
+from megatron_lite.pipeline.schedules.interleaved import interleaved
 from megatron_lite.pipeline.schedules.options import Options
 from megatron_lite.pipeline.schedules.refuse import check_sizes
 
 
 def one_f_one_b(num_ranks: int, chunks: int, num_microbatches: int, options: Options) -> Order:
-    """Order the computations of 1F1B: p-1-r warm-up forwards on rank r; any m."""
+    """Order the computations of 1F1B: p-1-r warm-up forwards on rank r; any m.
+
+    With pairs it is interleaved 1F1B of one stage per rank, with 2(p-1-r) + 1 warm-up
+    forwards: a pair ends as a whole, so that with p-r of them a forward that leaves in one
+    pair comes back as a backward one pair too late, and every second slot is idle.
+    """
     check_sizes("1f1b", num_ranks, chunks, num_microbatches, legal_chunks=1)
+    if options.paired:
+        return interleaved(num_ranks, 1, num_microbatches, replace(options, group_size=None))
     rows = []
     for rank in range(num_ranks):
         warm_up = min(num_microbatches, num_ranks - 1 - rank)

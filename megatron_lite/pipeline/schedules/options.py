@@ -19,12 +19,15 @@ class Options:
         memory_limit: most activations per rank in microbatches of a whole rank (u), one
             for all or one per rank, for `auto`.
         unshard: parameters are sharded; gather them around the step.
+        paired: a forward and a backward of different microbatches run at the same time
+            where the schedule knows such pairs (`schedules.PAIRED`).
     """
 
     group_size: int | None = None
     costs: Costs | None = None
     memory_limit: Time | Sequence[Time] | None = None
     unshard: bool = False
+    paired: bool = False
 
 
 DEFAULT = Options()
