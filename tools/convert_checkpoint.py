@@ -23,8 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, too
 
 from megatron_lite.checkpoint.convert.bundle import Bundle, check_bundle
-from megatron_lite.checkpoint.convert.hf_families import FAMILIES
 from megatron_lite.checkpoint.convert.hf_read import read_hf
+from megatron_lite.checkpoint.convert.hf_registry import FAMILIES
 from megatron_lite.checkpoint.convert.hf_write import write_hf
 from megatron_lite.checkpoint.convert.native import own_tokenizer, read_native, write_native
 from megatron_lite.checkpoint.convert.tally import Tally, check_written

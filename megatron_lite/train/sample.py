@@ -69,18 +69,21 @@ def load_stage(
     init_distributed(info, device, status=status)
     grids = build_grids(plan.parallel)
     groups = build_groups(grids, info.rank, plan.model.num_query_groups)
-    coordinate = grids.dense.coordinate(info.rank)
+    places = {
+        "dense": grids.dense.coordinate(info.rank),
+        "expert": grids.expert.coordinate(info.rank),
+    }
     shape, pp_rank = plan.pipeline, groups.pp.rank
     specs = specs_on_rank(
         model_spec(plan.model, plan.parallel), shape.parts, shape.placement, pp_rank
     )
     parts = [part for part in shape.parts if shape.placement[part.stage] == pp_rank]
-    stage = build_stage(config, plan, specs, groups, coordinate, torch.device(device), parts)
+    stage = build_stage(config, plan, specs, groups, places["dense"], torch.device(device), parts)
     stage.allocate()
     checkpoint = Checkpoint(found)
     for name, physical in stage.physical.items():
         for view in physical.views:
-            box = local_box(view.spec, coordinate, plan.parallel)
+            box = local_box(view.spec, places[view.spec.grid], plan.parallel)
             piece = logical_piece(stage.param(name).data, view, box)
             piece.copy_(checkpoint.read(view.spec.name, box.offset, box.shape))
     yield Loaded(stage, tokenizer, open_chain(shape.placement, groups.pp))

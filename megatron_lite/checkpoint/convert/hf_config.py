@@ -6,18 +6,21 @@ its name and value; a field that nobody here knows is told. Torch-free.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.checkpoint.convert.hf_families import (
-    FAMILIES,
-    HANDLED,
-    REFUSED,
-    Choice,
-    Family,
+from megatron_lite.checkpoint.convert.hf_experts import (
+    expert_fields,
+    expert_flags,
+    expert_misfit,
+    latent_fields,
+    latent_flags,
 )
+from megatron_lite.checkpoint.convert.hf_families import HANDLED, Choice, Family
+from megatron_lite.checkpoint.convert.hf_registry import FAMILIES, REFUSED
 from megatron_lite.checkpoint.convert.hf_rope import rope_fields, rope_flags
 from megatron_lite.config.model_rules import LARGEST_LAYERS
 from megatron_lite.config.plan import ModelShape
@@ -55,7 +58,12 @@ def parse_config(raw: Mapping[str, Any], source: str) -> Architecture:
     for choice in family.choices:
         flags |= _chosen(choice, values, source)
     flags |= _numbers(family, values, source)
-    flags |= _heads(family, values, flags, source)
+    if family.latent:
+        flags |= latent_flags(values, flags["num_attention_heads"], source)
+    else:
+        flags |= _heads(family, values, flags, source)
+    if family.mixture:
+        flags |= expert_flags(family, values, flags["num_layers"], source)
     flags |= _dropouts(family, values)
     _check_windows(family, values, flags, source)
     if family.rotary:
@@ -204,7 +212,7 @@ def _unknown_fields(family: Family, raw: Mapping[str, Any], source: str) -> tupl
 def canonical_flags(model: ModelShape) -> dict[str, Any]:
     """Return the flags that name an architecture, whatever spelling built it."""
     return {
-        "position_embedding_type": model.position,
+        "position_embedding_type": "rope" if model.position == "yarn" else model.position,
         "normalization": model.normalization,
         "swiglu": model.gated,
         "squared_relu": model.activation == "squared_relu",
@@ -243,6 +251,11 @@ def _misfit(family: Family, model: ModelShape) -> str | None:
     newer = _newer_parts(model)
     if newer:
         return f"it has no {newer[0]}"
+    if family.latent != (model.latent is not None):
+        return f"it has {'only' if family.latent else 'no'} multi-latent attention"
+    experts = expert_misfit(family, model)
+    if experts is not None:
+        return experts
     have = canonical_flags(model)
     for name, value in family.flags.items():
         if have[name] != value:
@@ -254,6 +267,8 @@ def _misfit(family: Family, model: ModelShape) -> str | None:
     whole = model.num_attention_heads * model.kv_channels == model.hidden_size
     if not family.grouped and (model.num_query_groups != model.num_attention_heads or not whole):
         return "grouped queries or head channels other than hidden size / heads"
+    if model.latent is not None:
+        return None
     if model.rotary is not None and model.rotary.dim != model.kv_channels:
         return f"only {model.rotary.dim} of {model.kv_channels} channels per head are rotated"
     return None
@@ -263,10 +278,9 @@ def _newer_parts(model: ModelShape) -> list[str]:
     """Parts that no family of the table has."""
     parts = {
         "attention sinks": model.sinks != "none",
-        "multi-latent attention": model.latent is not None,
         "sliding windows": model.window is not None,
         "clamped gate": model.activation_limit != math.inf or model.linear_offset != 0,
-        "YaRN positions": model.position == "yarn",
+        "multi-token prediction": model.mtp_depths > 0,
         "gate by quick GELU": model.activation == "quick_gelu",
     }
     return [name for name, present in parts.items() if present]
@@ -296,6 +310,8 @@ def build_config(family: Family, model: ModelShape, dtype: str) -> dict[str, Any
         "layernorm_epsilon": model.norm_epsilon,
         "init_method_std": model.init_std,
     }
+    if model.latent is not None:
+        ours |= dataclasses.asdict(model.latent)
     have = canonical_flags(model)
     fields: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -310,7 +326,9 @@ def build_config(family: Family, model: ModelShape, dtype: str) -> dict[str, Any
         values = _inverse(choice, have)
         assert values is not None
         fields |= dict(zip(choice.fields, values, strict=True))
-    if family.grouped:
+    if family.latent:
+        fields |= latent_fields(model)
+    elif family.grouped:
         fields["num_key_value_heads"] = model.num_query_groups
         fields["head_dim"] = model.kv_channels
     if model.rotary is not None:
@@ -320,5 +338,7 @@ def build_config(family: Family, model: ModelShape, dtype: str) -> dict[str, Any
         hidden = model.hidden_dropout
         fields |= {"attn_pdrop": model.attention_dropout, "resid_pdrop": hidden}
         fields["embd_pdrop"] = hidden
+    if family.mixture:
+        fields |= expert_fields(family, model)
     off = {"sliding_window": None, "use_sliding_window": False}
     return fields | {field: value for field, value in off.items() if field in family.defaults}

@@ -16,7 +16,8 @@ from typing import Any
 class Weight:
     """One tensor of a family: logical parameters joined along dim 0, then maybe transposed.
 
-    `name` and `parts` are templates; {i} is the layer. It exists where its parts exist.
+    `name` and `parts` are templates; {i} is the layer. It exists where its parts exist. With
+    {e} in its name it is expert e of its only part, a stack.
     """
 
     name: str
@@ -49,6 +50,8 @@ class Family:
         derived: patterns of buffers that older files hold and that are computed.
         rotary: whether positions are rotary.
         grouped: whether the family has key/value heads of their own number.
+        mixture: how it spells a mixture of experts (`hf_experts`); "": it has none.
+        latent: whether its attention is multi-latent.
     """
 
     architecture: str
@@ -64,6 +67,8 @@ class Family:
     rotary: bool = True
     grouped: bool = True
     head: str = "lm_head.weight"
+    mixture: str = ""
+    latent: bool = False
 
 
 HARMLESS = frozenset(
@@ -97,11 +102,11 @@ HANDLED = frozenset(
     )
 )
 
-_LAYER = "decoder.layers.{i}."
-_ATTENTION = _LAYER + "self_attention."
+LAYER = "decoder.layers.{i}."
+ATTENTION = LAYER + "self_attention."
 
 
-def _pair(name: str, *parts: str, transposed: bool = False) -> tuple[Weight, Weight]:
+def pair(name: str, *parts: str, transposed: bool = False) -> tuple[Weight, Weight]:
     """Weight and bias of one module; the bias only exists where the model has one."""
     return (
         Weight(f"{name}.weight", tuple(f"{part}.weight" for part in parts), transposed),
@@ -109,40 +114,40 @@ def _pair(name: str, *parts: str, transposed: bool = False) -> tuple[Weight, Wei
     )
 
 
-_LLAMA_WEIGHTS = (
+LLAMA_WEIGHTS = (
     Weight("model.embed_tokens.weight", ("embedding.word_embeddings.weight",)),
-    *_pair("model.layers.{i}.input_layernorm", _LAYER + "input_layernorm"),
-    *_pair("model.layers.{i}.self_attn.q_proj", _ATTENTION + "linear_q"),
-    *_pair("model.layers.{i}.self_attn.k_proj", _ATTENTION + "linear_k"),
-    *_pair("model.layers.{i}.self_attn.v_proj", _ATTENTION + "linear_v"),
-    *_pair("model.layers.{i}.self_attn.q_norm", _ATTENTION + "q_layernorm"),
-    *_pair("model.layers.{i}.self_attn.k_norm", _ATTENTION + "k_layernorm"),
-    *_pair("model.layers.{i}.self_attn.o_proj", _ATTENTION + "linear_proj"),
-    *_pair("model.layers.{i}.post_attention_layernorm", _LAYER + "pre_mlp_layernorm"),
-    *_pair("model.layers.{i}.mlp.gate_proj", _LAYER + "mlp.linear_gate"),
-    *_pair("model.layers.{i}.mlp.up_proj", _LAYER + "mlp.linear_up"),
-    *_pair("model.layers.{i}.mlp.down_proj", _LAYER + "mlp.linear_fc2"),
-    *_pair("model.norm", "decoder.final_layernorm"),
+    *pair("model.layers.{i}.input_layernorm", LAYER + "input_layernorm"),
+    *pair("model.layers.{i}.self_attn.q_proj", ATTENTION + "linear_q"),
+    *pair("model.layers.{i}.self_attn.k_proj", ATTENTION + "linear_k"),
+    *pair("model.layers.{i}.self_attn.v_proj", ATTENTION + "linear_v"),
+    *pair("model.layers.{i}.self_attn.q_norm", ATTENTION + "q_layernorm"),
+    *pair("model.layers.{i}.self_attn.k_norm", ATTENTION + "k_layernorm"),
+    *pair("model.layers.{i}.self_attn.o_proj", ATTENTION + "linear_proj"),
+    *pair("model.layers.{i}.post_attention_layernorm", LAYER + "pre_mlp_layernorm"),
+    *pair("model.layers.{i}.mlp.gate_proj", LAYER + "mlp.linear_gate"),
+    *pair("model.layers.{i}.mlp.up_proj", LAYER + "mlp.linear_up"),
+    *pair("model.layers.{i}.mlp.down_proj", LAYER + "mlp.linear_fc2"),
+    *pair("model.norm", "decoder.final_layernorm"),
     Weight("lm_head.weight", ("output_layer.weight",)),
 )
 _GPT2_WEIGHTS = (
     Weight("transformer.wte.weight", ("embedding.word_embeddings.weight",)),
     Weight("transformer.wpe.weight", ("embedding.position_embeddings.weight",)),
-    *_pair("transformer.h.{i}.ln_1", _LAYER + "input_layernorm"),
-    *_pair(
+    *pair("transformer.h.{i}.ln_1", LAYER + "input_layernorm"),
+    *pair(
         "transformer.h.{i}.attn.c_attn",
-        *(f"{_ATTENTION}linear_{letter}" for letter in "qkv"),
+        *(f"{ATTENTION}linear_{letter}" for letter in "qkv"),
         transposed=True,
     ),
-    *_pair("transformer.h.{i}.attn.c_proj", _ATTENTION + "linear_proj", transposed=True),
-    *_pair("transformer.h.{i}.ln_2", _LAYER + "pre_mlp_layernorm"),
-    *_pair("transformer.h.{i}.mlp.c_fc", _LAYER + "mlp.linear_fc1", transposed=True),
-    *_pair("transformer.h.{i}.mlp.c_proj", _LAYER + "mlp.linear_fc2", transposed=True),
-    *_pair("transformer.ln_f", "decoder.final_layernorm"),
+    *pair("transformer.h.{i}.attn.c_proj", ATTENTION + "linear_proj", transposed=True),
+    *pair("transformer.h.{i}.ln_2", LAYER + "pre_mlp_layernorm"),
+    *pair("transformer.h.{i}.mlp.c_fc", LAYER + "mlp.linear_fc1", transposed=True),
+    *pair("transformer.h.{i}.mlp.c_proj", LAYER + "mlp.linear_fc2", transposed=True),
+    *pair("transformer.ln_f", "decoder.final_layernorm"),
     Weight("lm_head.weight", ("output_layer.weight",)),
 )
 
-_LLAMA_NUMBERS = {
+LLAMA_NUMBERS = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
     "num_attention_heads": "num_attention_heads",
@@ -152,7 +157,7 @@ _LLAMA_NUMBERS = {
     "initializer_range": "init_method_std",
 }
 # Every family sets each of these, in `flags` or in a choice: they name an architecture.
-_LLAMA_FLAGS = {
+LLAMA_FLAGS = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
     "swiglu": True,
@@ -162,8 +167,8 @@ _LLAMA_FLAGS = {
     "add_bias_linear": False,
     "add_qkv_bias": False,
 }
-_SILU = Choice(("hidden_act",), {("silu",): {}, ("swish",): {}})
-_LLAMA_DEFAULTS = {
+SILU = Choice(("hidden_act",), {("silu",): {}, ("swish",): {}})
+LLAMA_DEFAULTS = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
@@ -175,8 +180,8 @@ _LLAMA_DEFAULTS = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-_WINDOWED = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
-_ROTARY_BUFFERS = (
+WINDOWED = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+ROTARY_BUFFERS = (
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     r"model\.rotary_emb\.inv_freq",
 )
@@ -186,10 +191,10 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     prefix="model.",
-    numbers=_LLAMA_NUMBERS,
-    flags={k: v for k, v in _LLAMA_FLAGS.items() if k != "add_bias_linear"},
+    numbers=LLAMA_NUMBERS,
+    flags={k: v for k, v in LLAMA_FLAGS.items() if k != "add_bias_linear"},
     choices=(
-        _SILU,
+        SILU,
         Choice(
             ("attention_bias", "mlp_bias"),
             {
@@ -198,46 +203,46 @@ LLAMA = Family(
             },
         ),
     ),
-    defaults=_LLAMA_DEFAULTS,
+    defaults=LLAMA_DEFAULTS,
     harmless=HARMLESS,
-    weights=_LLAMA_WEIGHTS,
-    derived=_ROTARY_BUFFERS,
+    weights=LLAMA_WEIGHTS,
+    derived=ROTARY_BUFFERS,
 )
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
     prefix="model.",
-    numbers=_LLAMA_NUMBERS,
-    flags=_LLAMA_FLAGS,
-    choices=(_SILU,),
-    defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
+    numbers=LLAMA_NUMBERS,
+    flags=LLAMA_FLAGS,
+    choices=(SILU,),
+    defaults=LLAMA_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
     harmless=HARMLESS,
-    weights=_LLAMA_WEIGHTS,
-    derived=_ROTARY_BUFFERS,
+    weights=LLAMA_WEIGHTS,
+    derived=ROTARY_BUFFERS,
 )
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     prefix="model.",
-    numbers=_LLAMA_NUMBERS,
-    flags=_LLAMA_FLAGS | {"add_qkv_bias": True},
-    choices=(_SILU,),
-    defaults=_LLAMA_DEFAULTS | _WINDOWED | {"num_key_value_heads": 32},
+    numbers=LLAMA_NUMBERS,
+    flags=LLAMA_FLAGS | {"add_qkv_bias": True},
+    choices=(SILU,),
+    defaults=LLAMA_DEFAULTS | WINDOWED | {"num_key_value_heads": 32},
     harmless=HARMLESS,
-    weights=_LLAMA_WEIGHTS,
-    derived=_ROTARY_BUFFERS,
+    weights=LLAMA_WEIGHTS,
+    derived=ROTARY_BUFFERS,
 )
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     prefix="model.",
-    numbers=_LLAMA_NUMBERS,
-    flags=_LLAMA_FLAGS | {"qk_layernorm": True},
-    choices=(_SILU, NO_BIAS),
-    defaults=_LLAMA_DEFAULTS | _WINDOWED | {"num_key_value_heads": 32, "head_dim": 128},
+    numbers=LLAMA_NUMBERS,
+    flags=LLAMA_FLAGS | {"qk_layernorm": True},
+    choices=(SILU, NO_BIAS),
+    defaults=LLAMA_DEFAULTS | WINDOWED | {"num_key_value_heads": 32, "head_dim": 128},
     harmless=HARMLESS,
-    weights=_LLAMA_WEIGHTS,
-    derived=_ROTARY_BUFFERS,
+    weights=LLAMA_WEIGHTS,
+    derived=ROTARY_BUFFERS,
 )
 _TANH = {"openai_gelu": True, "squared_relu": False}
 GPT2 = Family(
@@ -304,15 +309,3 @@ GPT2 = Family(
     rotary=False,
     grouped=False,
 )
-
-# In the order in which an export looks for a family that can express the model.
-FAMILIES: Mapping[str, Family] = {
-    family.architecture: family for family in (LLAMA, QWEN2, QWEN3, GPT2, MISTRAL)
-}
-# Known and not convertible yet, with what is missing.
-REFUSED: Mapping[str, str] = {
-    "MixtralForCausalLM": "mixture-of-experts layers",
-    "Qwen3MoeForCausalLM": "mixture-of-experts layers",
-    "DeepseekV3ForCausalLM": "multi-latent attention and mixture-of-experts layers",
-    "GptOssForCausalLM": "mixture-of-experts layers, attention sinks and sliding windows",
-}

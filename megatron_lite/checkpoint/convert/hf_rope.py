@@ -1,5 +1,8 @@
 """Rotary positions as Hugging Face spells them: three generations of one setting.
 
+YaRN's cosine and sine grow by `attention_factor`, or by the logarithm of the factor, divided
+by what `mscale_all_dim` makes of it where `mscale` and that are both given.
+
 `rope_theta` with `rope_scaling` (whose kind is `type`, later `rope_type`), and since
 transformers 5 `rope_parameters` with everything in it. What we cannot compute is refused
 with its value. Torch-free.
@@ -7,9 +10,12 @@ with its value. Torch-free.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from megatron_lite.config.attention_plan import YarnShape
 from megatron_lite.config.plan import RotaryShape
 from megatron_lite.errors import UserError
 
@@ -23,6 +29,12 @@ KNOWN_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", *LLAMA3}),
+    "yarn": frozenset(
+        {
+            *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+            *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        }
+    ),
 }
 COMMON_KEYS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
 
@@ -63,7 +75,76 @@ def rope_flags(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     if kind == "llama3":
         _check_llama3(values, scaling, source)
         flags["rope_scaling_factor"] = float(scaling["factor"])
+    if kind == "yarn":
+        flags |= _yarn_flags(values, scaling, source)
     return flags
+
+
+def _number(values: Mapping[str, Any], field: str, source: str, default: float) -> float:
+    value = values.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e9:
+        raise UserError(f"{source}: {field} {value!r} of yarn rope scaling must be a number >= 0")
+    return float(value)
+
+
+def _yarn_flags(
+    values: Mapping[str, Any], scaling: Mapping[str, Any], source: str
+) -> dict[str, Any]:
+    field = "original_max_position_embeddings"
+    original = scaling.get(field) or values.get(field)
+    if original is None:
+        raise UserError(f"{source}: yarn rope scaling needs {field}")
+    original = _whole(original, field, source)
+    factor = _number(scaling, "factor", source, values["max_position_embeddings"] / original)
+    if factor < 1:
+        raise UserError(f"{source}: factor {factor!r} of yarn rope scaling must be at least 1")
+    mscale = _number(scaling, "mscale", source, 0.0)
+    all_dim = _number(scaling, "mscale_all_dim", source, 0.0)
+    shape = YarnShape(factor, original, 32.0, 1.0, mscale or 1.0, all_dim, True)
+    plain = replace(shape, mscale=1.0, mscale_all_dim=0.0)
+    implied = (shape if mscale and all_dim else plain).magnitude
+    wanted = _number(scaling, "attention_factor", source, implied)
+    if not math.isclose(wanted, shape.magnitude, rel_tol=1e-12):
+        # What mscale_all_dim divides by is known, so mscale follows.
+        growth = wanted / replace(shape, mscale=0.0).magnitude
+        if factor <= 1 or growth < 1 - 1e-12:
+            raise UserError(
+                f"{source}: attention_factor {wanted!r} of yarn rope scaling is not supported"
+            )
+        shape = replace(shape, mscale=max(growth - 1, 0.0) / (0.1 * math.log(factor)))
+    truncate = scaling.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise UserError(f"{source}: truncate {truncate!r} must be true or false")
+    return {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": original,
+        "yarn_beta_fast": _number(scaling, "beta_fast", source, 32.0) or 32.0,
+        "yarn_beta_slow": _number(scaling, "beta_slow", source, 1.0) or 1.0,
+        "mscale": shape.mscale,
+        "mscale_all_dim": all_dim,
+        "yarn_correction_range_round_to_int": truncate,
+    }
+
+
+def _yarn_fields(yarn: YarnShape) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_positions,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "truncate": yarn.whole_channels,
+    }
+    if yarn.mscale and yarn.mscale_all_dim:
+        return fields | {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
+    if yarn.mscale_all_dim:
+        fields["mscale_all_dim"] = yarn.mscale_all_dim
+    if yarn.mscale_all_dim or yarn.mscale != 1.0:
+        fields["attention_factor"] = yarn.magnitude
+    return fields
 
 
 def rope_fields(rotary: RotaryShape) -> dict[str, Any]:
@@ -80,6 +161,8 @@ def rope_fields(rotary: RotaryShape) -> dict[str, Any]:
                 f"{rotary.interpolation_factor} has no form in Hugging Face's rope_parameters"
             )
         scaling = {"rope_type": "llama3", "factor": rotary.llama3_factor, **LLAMA3}
+    elif rotary.yarn is not None:
+        scaling = _yarn_fields(rotary.yarn)
     elif rotary.interpolation_factor != 1.0:
         scaling = {"rope_type": "linear", "factor": rotary.interpolation_factor}
     parameters = (scaling or {"rope_type": "default"}) | {"rope_theta": rotary.base}

@@ -1,7 +1,8 @@
 """Between the tensors of a family and the logical parameters, both ways, as recipes.
 
 A tensor of the family is its logical parts joined along dim 0, transposed where the family
-stores [in, out]. One table serves both directions, so a round trip is exact.
+stores [in, out], or one expert of a stack. One table serves both directions, so a round trip
+is exact.
 """
 
 from __future__ import annotations
@@ -9,26 +10,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.convert.hf_families import Family, Weight
 from megatron_lite.checkpoint.direct import LogicalTensor
+from megatron_lite.errors import UserError
 from megatron_lite.spec.params import ParamSpec
+
+COUNTS = ".router.expert_counts"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of the family for one model, with the parameters it is joined from."""
+    """One tensor of the family for one model, with the parameters it is joined from.
+
+    `expert` is its number in a stack, which then is its only part.
+    """
 
     name: str
     parts: tuple[ParamSpec, ...]
     transposed: bool
+    expert: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the family's file."""
+        if self.expert is not None:
+            return self.parts[0].shape[1:]
         rows = sum(part.shape[0] for part in self.parts)
         shape = (rows, *self.parts[0].shape[1:])
         return shape[::-1] if self.transposed else shape
@@ -56,16 +67,22 @@ def stored_tensors(
             if len(present) not in (0, len(names)):
                 raise ValueError(f"{weight.name}: only {present} of its parts exist")
             if present:
-                parts = tuple(by_name[name] for name in names)
-                found.append(Stored(weight.name.format(i=layer), parts, _turned(weight)))
+                found += _stored(weight, layer, tuple(by_name[name] for name in names))
     placed = {part.name for stored in found for part in stored.parts}
-    if placed != by_name.keys():
-        raise ValueError(f"{family.architecture} has no place for {by_name.keys() - placed}")
+    # State of a loss in training, which no family knows.
+    left = {name for name in by_name.keys() - placed if not name.endswith(COUNTS)}
+    if left:
+        raise ValueError(f"{family.architecture} has no place for {left}")
     return tuple(found)
 
 
-def _turned(weight: Weight) -> bool:
-    return weight.transposed
+def _stored(weight: Weight, layer: int, parts: tuple[ParamSpec, ...]) -> list[Stored]:
+    if "{e}" not in weight.name:
+        return [Stored(weight.name.format(i=layer), parts, weight.transposed)]
+    return [
+        Stored(weight.name.format(i=layer, e=expert), parts, False, expert)
+        for expert in range(parts[0].shape[0])
+    ]
 
 
 def import_tensors(
@@ -81,11 +98,35 @@ def import_tensors(
         read: returns a copy of what a function takes from a view of a tensor.
     """
     tensors = {}
+    stacks: dict[str, list[Stored]] = {}
     for item in stored:
+        if item.expert is not None:
+            stacks.setdefault(item.parts[0].name, []).append(item)
+            continue
         for number, spec in enumerate(item.parts):
             load = _import_recipe(item, number, read)
             tensors[spec.name] = LogicalTensor(spec.name, dtypes[item.name], spec.shape, load)
+    for name, items in stacks.items():
+        found = {dtypes[item.name] for item in items}
+        if len(found) != 1:
+            raise UserError(f"{items[0].name} and the experts beside it are {sorted(found)}")
+        shape, load = items[0].parts[0].shape, _stack_recipe(items, read)
+        tensors[name] = LogicalTensor(name, found.pop(), shape, load)
     return tensors
+
+
+def _stack_recipe(
+    items: Sequence[Stored], read: Callable[[str, Callable[[Tensor], Tensor]], Tensor]
+) -> Callable[[], Tensor]:
+    def load() -> Tensor:
+        first = read(items[0].name, lambda view: view)
+        whole = first.new_empty((len(items), *first.shape))
+        whole[0] = first
+        for item in items[1:]:
+            whole[item.expert] = read(item.name, lambda view: view)
+        return whole
+
+    return load
 
 
 def _import_recipe(
@@ -119,12 +160,34 @@ def export_tensors(
     Raises:
         ValueError: parts of one tensor differ in dtype.
     """
+    last = _LastStack()
     for item in stored:
         parts = [tensors[spec.name] for spec in item.parts]
         dtypes = {part.dtype for part in parts}
         if len(dtypes) != 1:
             raise ValueError(f"{item.name}: its parts have the dtypes {sorted(dtypes)}")
-        yield Outgoing(item.name, parts[0].dtype, item.shape, _export_recipe(item, parts))
+        load = _export_recipe(item, parts)
+        if item.expert is not None:
+            load = partial(last.expert, parts[0], item.expert)
+        yield Outgoing(item.name, parts[0].dtype, item.shape, load)
+
+
+class _LastStack:
+    """Holds the stack that was read last: its experts are written one after another."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._whole: Tensor | None = None
+
+    def expert(self, stack: LogicalTensor, number: int) -> Tensor:
+        """One expert; the stack is let go of with the last."""
+        if self._whole is None or self._name != stack.name:
+            self._whole = None  # before there are two
+            self._name, self._whole = stack.name, stack.load()
+        found = self._whole[number].contiguous()
+        if number == stack.shape[0] - 1:
+            self._whole, found = None, found.clone()
+        return found
 
 
 def _export_recipe(item: Stored, parts: Sequence[LogicalTensor]) -> Callable[[], Tensor]:

@@ -34,7 +34,7 @@ from megatron_lite.checkpoint.state import check_state, converted_state, is_conv
 from megatron_lite.checkpoint.strict_json import plain_json
 from megatron_lite.checkpoint.tensors import DTYPE_NAMES
 from megatron_lite.config.resolve import resolved_values
-from megatron_lite.config.schema import Config, ModelConfig, flag_fields
+from megatron_lite.config.schema import Config, ModelConfig, MoEConfig, flag_fields
 from megatron_lite.data.tokenizer import SENTENCEPIECE_NAMES
 from megatron_lite.errors import DamagedError, UserError
 
@@ -42,7 +42,7 @@ TOKENIZER_DIRECTORY = "tokenizer"
 MASTER = "optim/master/"
 # What of a run's configuration describes its model; the rest is how it was trained.
 KEPT_FIELDS = (
-    *(field.name for field in flag_fields(ModelConfig)),
+    *(field.name for group in (ModelConfig, MoEConfig) for field in flag_fields(group)),
     *("seq_length", "bf16", "fp16", "fp64", "tokenizer_type", "tokenizer_model"),
 )
 

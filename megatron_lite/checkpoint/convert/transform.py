@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.convert.bundle import Bundle
+from megatron_lite.checkpoint.convert.bundle import Bundle, logical_specs
 from megatron_lite.checkpoint.direct import LogicalTensor
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
@@ -23,6 +23,7 @@ from megatron_lite.errors import UserError
 # Compute formats of a run, by the flag that chooses them; float32 is none of them.
 PRECISION_FLAGS = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 WEIGHT_DTYPES = ("float64", "float32", "bfloat16", "float16")
+HALF = ("bfloat16", "float16")
 ROTATED = re.compile(r".*\.self_attention\.(linear_[qk]\.(weight|bias)|[qk]_layernorm\..*)")
 NORM_WEIGHT = re.compile(r".*layernorm\.weight")
 
@@ -47,13 +48,15 @@ def map_tensors(
 
 
 def to_dtype(bundle: Bundle, dtype: str) -> Bundle:
-    """Return the bundle with every tensor in `dtype`.
+    """Return the bundle with every weight in `dtype`; state stays as precise as it is.
 
     Raises:
         UserError: when a tensor is read whose values are beyond the range of `dtype`.
     """
+    specs = logical_specs(bundle.config, bundle.vocab_size)
+    kept = {spec.name for spec in specs if not spec.trained} if dtype in HALF else set()
     tensors = {
-        name: tensor if tensor.dtype == dtype else _converted(tensor, dtype)
+        name: tensor if tensor.dtype == dtype or name in kept else _converted(tensor, dtype)
         for name, tensor in bundle.tensors.items()
     }
     return replace(bundle, tensors=tensors, config=with_precision(bundle.config, dtype))
@@ -83,8 +86,8 @@ def half_split_rotary(bundle: Bundle) -> Bundle:
         UserError: only a share of the channels is rotated.
     """
     rotary = bundle.model.rotary
-    if rotary is None or not rotary.interleaved:
-        return bundle
+    if rotary is None or not rotary.interleaved or bundle.model.latent is not None:
+        return bundle  # latents' rotary channels are neighbours in every format
     channels = bundle.model.kv_channels
     if rotary.dim != channels:
         raise UserError(
@@ -108,7 +111,7 @@ def plain_norms(bundle: Bundle) -> Bundle:
     """
     if not bundle.model.norm_one_plus:
         return bundle
-    half = [n for n, t in bundle.tensors.items() if t.dtype in ("bfloat16", "float16")]
+    half = [n for n, t in bundle.tensors.items() if t.dtype in HALF]
     if half:
         raise UserError(
             f"{bundle.source}: --layernorm-zero-centered-gamma stores norm weights minus 1, and "

@@ -56,6 +56,53 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_DEEPSEEK = {
+    **_SIZES,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    **_rope(
+        "yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.7, original_max_position_embeddings=16
+    ),
+}
+MIXTURES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", {**_SIZES, "num_local_experts": 4}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            **_SIZES,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe-plain": (
+        "Qwen3MoeConfig",
+        {**_SIZES, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 24},
+    ),
+    "deepseek-v3": ("DeepseekV3Config", _DEEPSEEK),
+    "deepseek-v3-plain": (
+        "DeepseekV3Config",
+        {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    ),
+    "deepseek-v3-dense": ("DeepseekV3Config", {**_DEEPSEEK, "first_k_dense_replace": 3}),
+}
 # name -> (transformers' configuration class, its arguments)
 PEERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_SIZES}),
@@ -82,6 +129,14 @@ PEERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {**_SIZES, "tie_word_embeddings": True, **_rope("default", 1e6)}),
     "qwen2-untied": ("Qwen2Config", {**_SIZES}),
     "qwen3": ("Qwen3Config", {**_SIZES, "head_dim": 16, "tie_word_embeddings": True}),
+    "llama-yarn": (
+        "LlamaConfig",
+        {
+            **_SIZES,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
+        },
+    ),
+    **MIXTURES,
     "gpt2": ("GPT2Config", {**_GPT2}),
     "gpt2-untied-gelu": (
         "GPT2Config",
@@ -103,6 +158,9 @@ def build_peer(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
         for name, param in peer.named_parameters():
             is_norm = ("norm" in name or ".ln_" in name) and name.endswith("weight")
             param.copy_((1.0 if is_norm else 0.0) + 0.1 * torch.randn(param.shape))
+        for name, buffer in peer.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape))
     return peer
 
 

