@@ -95,6 +95,14 @@ def test_every_routing_matches_a_plain_loop_in_every_layout(
         assert_matches(case, layout, results)
 
 
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_eight_ranks_match_a_plain_loop(rank_pool: RankPool, dispatcher: str) -> None:
+    cases, layout = [Case("dropped", k=8, bias=True), Case("lone")], Layout(4, 2)
+    by_case = run(rank_pool, layout, cases, dispatcher=dispatcher, native=False)
+    for case, results in zip(cases, by_case, strict=True):
+        assert_matches(case, layout, results)
+
+
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(2, 2)], ids=str)
