@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megatron_lite.config.expert_plan import moe_layers
 from megatron_lite.config.facts import Facts, Rule
-from megatron_lite.config.layout_rules import ETP, TP, ffn_width
+from megatron_lite.config.layout_rules import CP, EP, ETP, PP, TP, ffn_width
 from megatron_lite.config.legal import nearest_divisors, nearest_multiples
 from megatron_lite.config.model_rules import LARGEST_SIZE, at_least_rule, at_most_rule
 
@@ -172,6 +172,36 @@ EXPERT_RULES: tuple[Rule, ...] = (
         ),
     ),
     fault_rule("router-groups", groups_fault),
+    Rule(
+        "balancing-weights-not-negative",
+        lambda f: any(weight < 0 for weight in f.config.moe_aux_loss_coeff),
+        lambda f: (
+            f"--moe-aux-loss-coeff {' '.join(map(str, f.config.moe_aux_loss_coeff))} must not be "
+            "negative: it would reward imbalance"
+        ),
+    ),
+    Rule(
+        "jitter-below-one",
+        lambda f: f.config.moe_input_jitter_eps is not None and f.config.moe_input_jitter_eps >= 1,
+        lambda f: (
+            f"--moe-input-jitter-eps {f.config.moe_input_jitter_eps} must be below 1: inputs are "
+            "multiplied by 1 +- this"
+        ),
+    ),
+    Rule(
+        "experts-in-a-stage",
+        lambda f: (
+            f.has("num_experts")
+            and f.config.use_tp_pp_dp_mapping
+            and f.pp > 1
+            and f.tp * f.cp != f.etp * f.ep
+        ),
+        lambda f: (
+            f"--use-tp-pp-dp-mapping with {PP} {f.pp} needs {TP} {f.tp} x {CP} {f.cp} = {ETP} "
+            f"{f.etp} x {EP} {f.ep}, because a rank has one pipeline stage for dense and expert "
+            "layers; without --use-tp-pp-dp-mapping there is no such limit"
+        ),
+    ),
     fault_rule("balancing-coefficients", coefficients_fault),
     fault_rule("sinkhorn-decides-alone", sinkhorn_fault),
     Rule(

@@ -182,7 +182,6 @@ MODEL_RULES: tuple[Rule, ...] = (
             "decoder_first_pipeline_num_layers",
             "decoder_last_pipeline_num_layers",
             "num_experts",
-            "mtp_num_layers",
             "ddp_bucket_size",
             "num_distributed_optimizer_instances",
             "distributed_timeout_minutes",
@@ -232,6 +231,7 @@ MODEL_RULES: tuple[Rule, ...] = (
             "depth has its own number of targets"
         ),
     ),
+    at_least_rule("mtp_num_layers", 0),
     at_least_rule("mtp_loss_scaling_factor", 0),
     Rule(
         "rotary-percent",

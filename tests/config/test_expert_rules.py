@@ -73,6 +73,8 @@ BAD = {
         "--moe-shared-expert-gate",
         ["needs --moe-shared-expert-intermediate-size"],
     ),
+    "negative-weights": ("--moe-aux-loss-coeff -1", ["must not be negative"]),
+    "jitter": ("--moe-input-jitter-eps 1", ["--moe-input-jitter-eps 1.0 must be below 1"]),
     "layer-pattern": ("--moe-layer-freq ([0]*2)", ["--moe-layer-freq ([0]*2)"]),
 }
 
@@ -86,6 +88,17 @@ def test_one_message_says_what_is_wrong_and_what_is_legal(name: str) -> None:
     flags, parts = BAD[name]
     (message,) = faults(f"{MIXTURE} {flags}")
     assert all(part in message for part in parts), message
+
+
+def test_stages_hold_whole_expert_blocks() -> None:
+    text = (
+        f"{MIXTURE} --use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 "
+        "--expert-model-parallel-size 2"
+    )
+    found = [message for _, message in violations(parse_config(line(text), {}), 4)]
+    assert any("one pipeline stage for dense and expert layers" in text for text in found)
+    without = text.replace("--use-tp-pp-dp-mapping ", "")
+    assert violations(parse_config(line(without), {}), 4) == []
 
 
 @pytest.mark.parametrize(
