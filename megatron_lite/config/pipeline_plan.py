@@ -41,6 +41,7 @@ class PipelineShape:
         placement: stage -> pipeline rank.
         parts: all stages, in the order of the model.
         group_size: microbatches that follow one another on a virtual stage; None: PP.
+        paired: a forward and a backward run at the same time, in pairs of the table.
     """
 
     schedule: str
@@ -48,6 +49,7 @@ class PipelineShape:
     placement: tuple[int, ...]
     parts: tuple[StagePart, ...]
     group_size: int | None = None
+    paired: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -60,7 +62,7 @@ class PipelineShape:
         Raises:
             UserError: the schedule is not made for so many microbatches.
         """
-        options = Options(group_size=self.group_size)
+        options = Options(group_size=self.group_size, paired=self.paired)
         schedule = build_schedule(
             self.schedule, self.num_ranks, self.chunks, num_microbatches, options
         )
@@ -89,9 +91,9 @@ def plain_table(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
     return table
 
 
-def single_stage(num_layers: int, num_mtp: int = 0) -> PipelineShape:
+def single_stage(num_layers: int, num_mtp: int = 0, *, paired: bool = False) -> PipelineShape:
     """A model that is not cut."""
-    return PipelineShape(SINGLE, 1, (0,), whole_model(num_layers, num_mtp))
+    return PipelineShape(SINGLE, 1, (0,), whole_model(num_layers, num_mtp), paired=paired)
 
 
 def asked_chunks(config: Config) -> int | None:
@@ -168,9 +170,12 @@ def cut_model(config: Config, placement: tuple[int, ...]) -> tuple[StagePart, ..
 def plan_pipeline(config: Config, num_microbatches: int) -> PipelineShape:
     """Derive the depth axis of a run whose first step has so many microbatches."""
     name = schedule_name(config)
+    paired = config.overlap_moe_expert_parallel_comm
     if name == SINGLE:
-        return single_stage(config.num_layers or 0, config.mtp_num_layers or 0)
+        depths = config.mtp_num_layers or 0
+        return single_stage(config.num_layers or 0, depths, paired=paired)
     ranks, chunks = config.pipeline_model_parallel_size, stages_per_rank(config)
     group_size = config.microbatch_group_size_per_vp_stage
     placement = place_stages(name, ranks, chunks, num_microbatches, Options(group_size=group_size))
-    return PipelineShape(name, chunks, placement, cut_model(config, placement), group_size)
+    parts = cut_model(config, placement)
+    return PipelineShape(name, chunks, placement, parts, group_size, paired)

@@ -15,6 +15,7 @@ from megatron_lite.config.flags import format_faults
 from megatron_lite.config.layout_rules import LAYOUT_RULES
 from megatron_lite.config.model_rules import MODEL_RULES
 from megatron_lite.config.optimizer_rules import OPTIMIZER_RULES
+from megatron_lite.config.pair_rules import PAIR_RULES
 from megatron_lite.config.pipeline_rules import PIPELINE_RULES
 from megatron_lite.config.run_rules import RUN_RULES
 from megatron_lite.config.schema import Config
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     *EXPERT_RULES,
     *UPCYCLING_RULES,
     *PIPELINE_RULES,
+    *PAIR_RULES,
     *SHARDING_RULES,
     *BATCH_RULES,
     *OPTIMIZER_RULES,

@@ -364,6 +364,11 @@ class MoEConfig:
         "How tokens reach their experts.",
         choices=("allgather", "alltoall", "flex"),
     )
+    overlap_moe_expert_parallel_comm: bool = flag(
+        False,
+        "Hide the all-to-alls of experts behind another microbatch: a forward and a backward "
+        "at the same time.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

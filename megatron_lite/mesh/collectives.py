@@ -57,7 +57,7 @@ class _ExchangeThenSum:
         self._received = torch.empty_like(t)
         self._parts = self._received.view(group.size, *out.shape)
         self._work: Work | None = dist.all_to_all_single(
-            self._received, t, group=group.process_group, async_op=True
+            self._received, t, group=group.communicator, async_op=True
         )
 
     def wait(self) -> None:
@@ -84,7 +84,7 @@ def all_reduce(t: Tensor, group: Group, op: str = "sum", async_op: bool = False)
     if group.size == 1:
         return _completed(async_op)
     _record(group, f"all_reduce.{op}", t.numel(), t)
-    return dist.all_reduce(t, _REDUCE_OPS[op], group=group.process_group, async_op=async_op)
+    return dist.all_reduce(t, _REDUCE_OPS[op], group=group.communicator, async_op=async_op)
 
 
 def all_gather_into(out: Tensor, t: Tensor, group: Group, async_op: bool = False) -> Work | None:
@@ -101,7 +101,7 @@ def all_gather_into(out: Tensor, t: Tensor, group: Group, async_op: bool = False
         _copy_unless_same(out, t)
         return _completed(async_op)
     _record(group, "all_gather", out.numel(), t)
-    return _all_gather(out, t, group=group.process_group, async_op=async_op)
+    return _all_gather(out, t, group=group.communicator, async_op=async_op)
 
 
 def reduce_scatter_into(
@@ -120,13 +120,13 @@ def reduce_scatter_into(
         _copy_unless_same(out, t)
         return _completed(async_op)
     _record(group, f"reduce_scatter.{op}", t.numel(), t)
-    if op == "sum" and dist.get_backend(group.process_group) == "gloo":
+    if op == "sum" and dist.get_backend(group.communicator) == "gloo":
         exchange = _ExchangeThenSum(out, t, group)
         if async_op:
             return exchange
         exchange.wait()
         return None
-    return _reduce_scatter(out, t, op=_REDUCE_OPS[op], group=group.process_group, async_op=async_op)
+    return _reduce_scatter(out, t, op=_REDUCE_OPS[op], group=group.communicator, async_op=async_op)
 
 
 def broadcast(t: Tensor, group: Group, src_index: int = 0, async_op: bool = False) -> Work | None:
@@ -139,7 +139,7 @@ def broadcast(t: Tensor, group: Group, src_index: int = 0, async_op: bool = Fals
     _record(group, "broadcast", t.numel(), t)
     # Global rank: the group-relative argument is newer than the oldest torch supported.
     src = group.ranks[src_index]
-    return dist.broadcast(t, src, group=group.process_group, async_op=async_op)
+    return dist.broadcast(t, src, group=group.communicator, async_op=async_op)
 
 
 def all_to_all_single(
@@ -167,7 +167,7 @@ def all_to_all_single(
         inp,
         None if out_splits is None else list(out_splits),
         None if in_splits is None else list(in_splits),
-        group=group.process_group,
+        group=group.communicator,
         async_op=async_op,
     )
 
@@ -183,7 +183,7 @@ def barrier(group: Group) -> None:
         group.recorder.record("barrier", group.name, 0, "none")
     device = group_device(group)
     device_ids = [device.index] if device.type == "cuda" else None
-    dist.barrier(group=group.process_group, device_ids=device_ids)
+    dist.barrier(group=group.communicator, device_ids=device_ids)
 
 
 def gather_bytes(value: bytes, group: Group) -> list[bytes]:
@@ -240,7 +240,7 @@ def agree(value: bytes | str, group: Group, what: str = "a value") -> None:
 
 def group_device(group: Group) -> torch.device:
     """Device on which the group's backend wants its tensors."""
-    if group.process_group is not None and dist.get_backend(group.process_group) == "nccl":
+    if group.communicator is not None and dist.get_backend(group.communicator) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -3,15 +3,17 @@
 A `Group` is what one rank sees of one process group; `Groups` holds every group a rank
 belongs to. Invariant: all ranks create their groups in the order of `_GROUP_AXES`, and the
 groups of one entry are disjoint, so creation cannot deadlock. Groups of one rank exist
-without torch.distributed.
+without torch.distributed. Where a second lane works beside the main thread, the groups that
+stages talk over have a communicator for each.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from megatron_lite.mesh.grid import Grids, kv_replica_ranks
+from megatron_lite.mesh.lane import Lane
 from megatron_lite.mesh.recorder import Recorder
 
 # name, grid, axes; the order in which every rank creates them.
@@ -30,6 +32,8 @@ _GROUP_AXES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("stage", "dense", ("tp", "cp", "dp")),
 )
 
+# What the passes of a stage talk over, forward or backward.
+_STAGE_GROUPS = ("tp", "cp", "tp_cp", "etp", "ep", "expert_block")
 _EXPERT_GROUPS = ("etp", "ep", "edp", "edp_shard", "edp_replicate", "expert_block")
 
 
@@ -38,7 +42,8 @@ class Group:
     """One process group as seen from this rank.
 
     `ranks` are global ranks, ascending; `rank` is this rank's index inside them. A group
-    of one has no process group, and collectives over it are the identity.
+    of one has no process group, and collectives over it are the identity. `twin` is the
+    process group of `lane`, where the group is used in one.
     """
 
     name: str
@@ -46,6 +51,14 @@ class Group:
     rank: int
     process_group: dist.ProcessGroup | None
     recorder: Recorder | None = field(default=None, repr=False)
+    lane: Lane | None = field(default=None, repr=False)
+    twin: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @property
+    def communicator(self) -> dist.ProcessGroup | None:
+        """The process group of the lane that the caller runs in; see `lane.py`."""
+        in_lane = self.lane is not None and self.lane.is_here()
+        return self.twin if in_lane else self.process_group
 
     @property
     def size(self) -> int:
@@ -129,6 +142,7 @@ def build_groups(
     instances: int = 1,
     recorder: Recorder | None = None,
     timeout: timedelta | None = None,
+    lane: Lane | None = None,
 ) -> Groups:
     """Create this rank's process groups; every rank of the world calls it once.
 
@@ -139,6 +153,7 @@ def build_groups(
         instances: copies of sharded state; divides the ranks of `dp_cp` and of `edp`.
         recorder: collects the collectives over all returned groups.
         timeout: of each collective; the default group's when None.
+        lane: works beside the main thread; None: nothing does.
 
     Comm: rendezvous through the store only, among the members of each group.
     """
@@ -161,17 +176,44 @@ def build_groups(
         # pipeline makes one when the ends do.
         is_paired = name == "tied_ends" and len(members["pp"]) > 2
         if len(ranks) > 1 or is_paired:
-            # Only dense groups of equal ranks share a communicator: an expert all-to-all
-            # must not queue behind the gradient buckets that are reduced meanwhile.
-            key = (-1, *ranks) if name in _EXPERT_GROUPS else ranks
+            key = _sharing(name, ranks)
             if key not in created:
-                # Members alone synchronise: the whole world meeting for each group of each
-                # axis costs minutes on thousands of ranks.
-                new = dist.new_group(
-                    ranks, timeout=timeout, use_local_synchronization=True, group_desc=name
-                )
-                assert isinstance(new, dist.ProcessGroup), "this rank is a member"
-                created[key] = new
+                created[key] = _create(name, ranks, timeout)
             process_group = created[key] if len(ranks) > 1 else None
         groups[name] = Group(name, ranks, ranks.index(rank), process_group, recorder)
+    if lane is not None:
+        groups |= _with_twins(groups, lane, timeout)
     return Groups(**groups)
+
+
+def _sharing(name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Groups of equal keys share a communicator.
+
+    Only dense groups of equal ranks do: an expert all-to-all must not queue behind the
+    gradient buckets that are reduced meanwhile.
+    """
+    return (-1, *ranks) if name in _EXPERT_GROUPS else ranks
+
+
+def _create(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+    # Members alone synchronise: the whole world meeting for each group of each axis costs
+    # minutes on thousands of ranks.
+    new = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=name)
+    assert isinstance(new, dist.ProcessGroup), "this rank is a member"
+    return new
+
+
+def _with_twins(
+    groups: dict[str, Group], lane: Lane, timeout: timedelta | None
+) -> dict[str, Group]:
+    """The groups of the passes, each with a second communicator; in one order on all ranks."""
+    created: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    found = {}
+    for name in _STAGE_GROUPS:
+        group = groups[name]
+        if group.size > 1:
+            key = _sharing(name, group.ranks)
+            if key not in created:
+                created[key] = _create(f"{name} of the second lane", group.ranks, timeout)
+            found[name] = replace(group, lane=lane, twin=created[key])
+    return found

@@ -76,8 +76,8 @@ class Costs:
         chains = [compute + exchange for compute, exchange in parts]
         if len(parts) == 1:
             return chains[0]
-        compute, exchange = (sum(times) for times in zip(*parts, strict=True))
-        return max(compute, exchange, *chains)
+        (compute, exchange), (other_compute, other_exchange) = parts
+        return max(compute + other_compute, exchange + other_exchange, *chains)
 
     def _parts(self, action: Action) -> tuple[Time, Time]:
         """Return computing and exchanging time of a single computation."""
@@ -111,7 +111,8 @@ class Costs:
         exchanges = tuple(
             (int(a * unit), int(b * unit), int(c * unit)) for a, b, c in self.exchanges
         )
-        return Costs(f, i, w, *(int(time * unit) for time in rest), exchanges=exchanges)
+        latency, transfer, reduce, unshard, norm, step = (int(time * unit) for time in rest)
+        return Costs(f, i, w, latency, transfer, reduce, unshard, norm, step, exchanges)
 
 
 def equal_costs(

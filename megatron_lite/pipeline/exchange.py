@@ -9,6 +9,7 @@ output's gradient from where the next stage has left it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -69,19 +70,31 @@ class Exchange:
         placement: stage -> pipeline rank.
         message: what every message is.
 
-    Attributes:
-        waiting: what this rank waits for, for watchdogs; "" while it waits for nothing.
+    The two halves of a pair use it at the same time, each for its own microbatch.
     """
 
     links: Mapping[Channel, Link]
     placement: tuple[int, ...]
     message: MessageShape
-    waiting: str = ""
+    _waits: dict[int, str] = field(default_factory=dict)  # by thread
     _inputs: dict[Place, _Arrival] = field(default_factory=dict)
     _outputs: dict[Place, Tensor] = field(default_factory=dict)
     _output_gradients: dict[Place, _Arrival] = field(default_factory=dict)
     _input_gradients: dict[Place, Tensor] = field(default_factory=dict)
     _departures: dict[Channel, _Departures] = field(default_factory=dict)
+
+    @property
+    def waiting(self) -> str:
+        """What this rank waits for, for watchdogs; "" while it waits for nothing."""
+        return " and ".join(tuple(self._waits.values()))
+
+    def _wait(self, arrived: Callable[[], Any], what: str) -> Any:
+        """Wait; while that lasts, and when it fails, it is known for what."""
+        thread = threading.get_ident()
+        self._waits[thread] = what
+        result = arrived()
+        del self._waits[thread]
+        return result
 
     def take_input(self, place: Place) -> Tensor:
         """Wait for a stage's input and give it away."""
@@ -136,9 +149,7 @@ class Exchange:
             RuntimeError: something was kept that nobody took, a defect of the table.
         """
         for channel, departures in self._departures.items():
-            self.waiting = f"pipeline rank {channel[1]} to receive"
-            departures.wait()
-        self.waiting = ""
+            self._wait(departures.wait, f"pipeline rank {channel[1]} to receive")
         kept = [
             *(f"input of {place}" for place in self._inputs),
             *(f"output of {place}" for place in self._outputs),
@@ -161,18 +172,13 @@ class Exchange:
             kept.clear()
 
     def _take(self, arrival: _Arrival, what: str) -> Tensor:
-        """Wait for a tensor; while that lasts, and when it fails, it is known for what."""
-        self.waiting = what
-        tensor = arrival.take()
-        self.waiting = ""
+        tensor: Tensor = self._wait(arrival.take, what)
         return tensor
 
     def _send(self, action: Action, tensor: Tensor) -> None:
         channel = channel_of(action, self.placement)
         departures = self._departures.setdefault(channel, _Departures())
-        self.waiting = f"pipeline rank {channel[1]} to receive"
-        departures.wait()
-        self.waiting = ""
+        self._wait(departures.wait, f"pipeline rank {channel[1]} to receive")
         departures.tensor = tensor.contiguous()
         departures.work = send(departures.tensor, self.links[channel])
 

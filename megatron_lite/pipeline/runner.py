@@ -28,7 +28,7 @@ class Runner:
 
     Attributes:
         rank: global rank, for messages.
-        counts: actions executed so far, by kind.
+        counts: actions executed so far, by kind; of a pair its halves.
         current: the action being executed, for watchdogs; None between runs.
         index, total, step: its place in the list, for watchdogs too.
         waiting: what it waits for in words, "" while it waits for nobody.
@@ -72,5 +72,5 @@ class Runner:
                 raise
             except Exception as error:
                 raise ActionError(f"rank {self.rank}, {self.where()} failed: {error}") from error
-            self.counts[action.kind] += 1
+            self.counts.update(single.kind for single in action.singles)
         self.current = None

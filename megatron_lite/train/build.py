@@ -30,6 +30,7 @@ from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.mesh.collectives import all_gather_json
 from megatron_lite.mesh.grid import Grids, build_grids
 from megatron_lite.mesh.groups import Groups, build_groups, world_group
+from megatron_lite.mesh.lane import Lane
 from megatron_lite.mesh.launch import (
     RunStatus,
     WorldInfo,
@@ -100,6 +101,10 @@ def build_run(
         facts = describe_facts(config, plan, datasets, tokenizer)
         check_agreement("the data", {"data": facts["data_path"], **facts}, world)
         grids = build_grids(plan.parallel)
+        # On CUDA both lanes would wait on one stream, and ranks for each other.
+        lane = Lane() if plan.pipeline.paired and device.type == "cpu" else None
+        if lane is not None:
+            stack.callback(lane.close)
         groups = build_groups(
             grids,
             info.rank,
@@ -107,6 +112,7 @@ def build_run(
             instances=plan.sharding.instances,
             recorder=recorder,
             timeout=timedelta(minutes=config.distributed_timeout_minutes),
+            lane=lane,
         )
         core = build_core(config, plan, grids, groups, info, device, datasets)
         core.facts = facts

@@ -23,7 +23,7 @@ from megatron_lite.microbatch import (
     WeightSource,
 )
 from megatron_lite.model.gpt import GPTStage
-from megatron_lite.pipeline.actions import Action, Kind
+from megatron_lite.pipeline.actions import Action, Kind, singles_of
 from megatron_lite.pipeline.exchange import Exchange, Place, leave
 from megatron_lite.pipeline.runner import Handler
 from megatron_lite.train.microbatches import Microbatch
@@ -184,7 +184,8 @@ def once(calls: int, handler: Handler) -> Handler:
 
 def backward_passes(actions: Sequence[Action]) -> list[int]:
     """Stages in the order in which a rank completes their weight gradients."""
-    return [a.stage for a in actions if a.kind in (Kind.B, Kind.W) and a.stage is not None]
+    ends = (Kind.B, Kind.W)
+    return [a.stage for a in singles_of(actions) if a.kind in ends and a.stage is not None]
 
 
 def loss_sums(sinks: Mapping[Place, LossSink], term: str) -> dict[int, Tensor]:
