@@ -102,7 +102,7 @@ def build_run(
         check_agreement("the data", {"data": facts["data_path"], **facts}, world)
         grids = build_grids(plan.parallel)
         # On CUDA both lanes would wait on one stream, and ranks for each other.
-        lane = Lane() if plan.pipeline.paired and device.type == "cpu" else None
+        lane = Lane() if plan.pipeline.paired and device == "cpu" else None
         if lane is not None:
             stack.callback(lane.close)
         groups = build_groups(
