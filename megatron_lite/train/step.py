@@ -21,6 +21,7 @@ from megatron_lite.mesh.collectives import all_gather_json
 from megatron_lite.model.multi_token import further_weights, term_name
 from megatron_lite.optim.norm import clip_coefficient
 from megatron_lite.pipeline.actions import Action, Kind
+from megatron_lite.pipeline.pairs import pair_handler
 from megatron_lite.pipeline.runner import Handler
 from megatron_lite.resilience.nonfinite import SKIP, UPDATE, StepVerdict, judge_step
 from megatron_lite.train.closing import Closing, reduce_closing
@@ -106,6 +107,7 @@ class TrainStep:
             handlers[kind] = self._timed(timer, handlers[kind])
         stages = len(self.parts.pipeline.local_parts)
         handlers |= {
+            Kind.PAIR: pair_handler(handlers, self.parts.groups.expert_block.lane),
             Kind.REDUCE: lambda action: None,  # complete buckets are on their way already
             Kind.NORM: self.end_pass,
             Kind.STEP: once(stages, self._timed("optimizer", self.update_or_skip)),
