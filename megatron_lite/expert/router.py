@@ -68,22 +68,24 @@ class _Jitter:
 
 
 class _RouterProduct(torch.autograd.Function):
-    """logits = x W^T in the router's dtype; keeps x in its own dtype and makes noise again."""
+    """logits = x W^T + bias in the router's dtype; keeps x in its own dtype, makes noise again."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: nn.Parameter,
+        bias: nn.Parameter | None,
         dtype: torch.dtype,
         jitter: _Jitter | None,
         mb: MicrobatchContext,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.dtype, ctx.jitter, ctx.mb = weight, dtype, jitter, mb
+        ctx.weight, ctx.bias, ctx.dtype, ctx.jitter, ctx.mb = weight, bias, dtype, jitter, mb
         wide = x.to(dtype)
         wide = wide if jitter is None else jitter.apply(wide)
-        return functional.linear(wide.flatten(0, 1), weight.to(dtype))
+        shift = None if bias is None else bias.to(dtype)
+        return functional.linear(wide.flatten(0, 1), weight.to(dtype), shift)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,11 +98,13 @@ class _RouterProduct(torch.autograd.Function):
             main.add_(grad.T @ wide.flatten(0, 1))
 
         ctx.mb.wgrads.put(ctx.weight, accumulate, deferrable=True)
+        if ctx.bias is not None:
+            ctx.mb.wgrads.put(ctx.bias, lambda main: main.add_(grad.sum(0)))
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad @ ctx.weight.to(ctx.dtype)).view(x.shape)
             grad_x = (grad_x if jitter is None else jitter.apply(grad_x)).to(x.dtype)
-        return grad_x, None, None, None, None
+        return grad_x, None, None, None, None, None
 
 
 def router_logits(parts: ExpertParts, x: Tensor, mb: MicrobatchContext) -> Tensor:
@@ -111,7 +115,8 @@ def router_logits(parts: ExpertParts, x: Tensor, mb: MicrobatchContext) -> Tenso
     if shape.jitter and mb.training:
         counter = decision_counter("router_jitter", parts.layer, mb.step)
         jitter = _Jitter(shape.jitter, counter, slice_positions(parts, x.shape[0], mb), mb)
-    return _RouterProduct.apply(x, weight, dtype, jitter, mb)  # type: ignore[no-any-return]
+    bias = parts.params.get("router.bias")
+    return _RouterProduct.apply(x, weight, bias, dtype, jitter, mb)  # type: ignore[no-any-return]
 
 
 def token_scores(logits: Tensor, shape: ExpertShape) -> Tensor:

@@ -344,6 +344,8 @@ def _experts(table: _Table, prefix: str, use: str, experts: ExpertShape) -> None
             matrix=(n, model.hidden_size),
         )
     )
+    if model.linear_bias:
+        table.vector(f"{prefix}.router.bias", n, use, partial)
     states = ["expert_bias"] if experts.expert_bias else []
     states += ["expert_counts"] if experts.coefficient("global_aux_loss") else []
     for state in states:

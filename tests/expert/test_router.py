@@ -79,6 +79,25 @@ def test_router_equals_the_plain_one(name):
     torch.testing.assert_close(grad_weight, weight.grad, rtol=1e-10, atol=1e-12)
 
 
+def test_a_bias_of_the_router_shifts_its_logits_and_gets_their_gradient():
+    shape = SHAPES["post"]
+    parts, x = build_parts(shape), build_tokens()
+    bias = torch.nn.Parameter(torch.linspace(-2.0, 2.0, EXPERTS, dtype=torch.float64))
+    parts.params["router.bias"] = bias
+    sink = Sink()
+    routing = route_tokens(parts, x.requires_grad_(), context(sink))
+    routing.probs.backward(COTANGENT[:, : shape.topk])
+    weight = parts.params["router.weight"].detach()
+    shift = bias.detach().clone().requires_grad_()
+    logits = x.detach().flatten(0, 1) @ weight.T + shift
+    ids, probs, losses = reference.route(logits, shape, SAMPLES, None, None)
+    assert routing.ids.tolist() == ids
+    total = (probs * COTANGENT[:, : shape.topk]).sum() + sum(losses.values()) / MICROBATCHES
+    total.backward()
+    torch.testing.assert_close(sink.grads[bias], shift.grad, rtol=1e-10, atol=1e-12)
+    assert sink.writes == 2 and bias.grad is None
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradient_through_the_scores(name):
     shape = SHAPES[name]
