@@ -20,7 +20,13 @@ from megatron_lite.checkpoint.convert.hf_experts import (
     latent_flags,
 )
 from megatron_lite.checkpoint.convert.hf_families import HANDLED, Choice, Family
-from megatron_lite.checkpoint.convert.hf_registry import FAMILIES, REFUSED
+from megatron_lite.checkpoint.convert.hf_gpt_oss import (
+    GPT_OSS,
+    gpt_oss_fields,
+    gpt_oss_flags,
+    gpt_oss_misfit,
+)
+from megatron_lite.checkpoint.convert.hf_registry import FAMILIES
 from megatron_lite.checkpoint.convert.hf_rope import rope_fields, rope_flags
 from megatron_lite.config.model_rules import LARGEST_LAYERS
 from megatron_lite.config.plan import ModelShape
@@ -62,10 +68,13 @@ def parse_config(raw: Mapping[str, Any], source: str) -> Architecture:
         flags |= latent_flags(values, flags["num_attention_heads"], source)
     else:
         flags |= _heads(family, values, flags, source)
-    if family.mixture:
-        flags |= expert_flags(family, values, flags["num_layers"], source)
+    if family is GPT_OSS:
+        flags |= gpt_oss_flags(values, flags["num_layers"], source)
+    else:
+        if family.mixture:
+            flags |= expert_flags(family, values, flags["num_layers"], source)
+        _check_windows(family, values, flags, source)
     flags |= _dropouts(family, values)
-    _check_windows(family, values, flags, source)
     if family.rotary:
         flags |= rope_flags(values, source)
     tied = values["tie_word_embeddings"]
@@ -95,8 +104,6 @@ def _family(raw: Mapping[str, Any], source: str) -> Family:
             return by_type[0]
         raise UserError(f"{source}: architectures is {names!r}; expected one name")
     (name,) = names
-    if name in REFUSED:
-        raise UserError(f"{source}: {name} does not convert yet: it needs {REFUSED[name]}")
     if name not in FAMILIES:
         legal = ", ".join(FAMILIES)
         raise UserError(f"{source}: architecture {name!r} is not known; supported are {legal}")
@@ -214,7 +221,8 @@ def canonical_flags(model: ModelShape) -> dict[str, Any]:
     return {
         "position_embedding_type": "rope" if model.position == "yarn" else model.position,
         "normalization": model.normalization,
-        "swiglu": model.gated,
+        "swiglu": model.activation == "silu" and model.gated,
+        "quick_geglu": model.activation == "quick_gelu" and model.gated,
         "squared_relu": model.activation == "squared_relu",
         "openai_gelu": model.activation == "gelu_tanh",
         "qk_layernorm": model.qk_norm,
@@ -248,12 +256,12 @@ def choose_family(model: ModelShape, preferred: str | None, asked: str | None) -
 
 def _misfit(family: Family, model: ModelShape) -> str | None:
     """Say what the family cannot express, None when it fits."""
-    newer = _newer_parts(model)
-    if newer:
-        return f"it has no {newer[0]}"
+    newer = [] if family is GPT_OSS else _newer_parts(model)
+    if newer or model.mtp_depths:
+        return f"it has no {[*newer, 'multi-token prediction'][0]}"
     if family.latent != (model.latent is not None):
         return f"it has {'only' if family.latent else 'no'} multi-latent attention"
-    experts = expert_misfit(family, model)
+    experts = gpt_oss_misfit(model) if family is GPT_OSS else expert_misfit(family, model)
     if experts is not None:
         return experts
     have = canonical_flags(model)
@@ -280,7 +288,6 @@ def _newer_parts(model: ModelShape) -> list[str]:
         "attention sinks": model.sinks != "none",
         "sliding windows": model.window is not None,
         "clamped gate": model.activation_limit != math.inf or model.linear_offset != 0,
-        "multi-token prediction": model.mtp_depths > 0,
         "gate by quick GELU": model.activation == "quick_gelu",
     }
     return [name for name, present in parts.items() if present]
@@ -338,6 +345,8 @@ def build_config(family: Family, model: ModelShape, dtype: str) -> dict[str, Any
         hidden = model.hidden_dropout
         fields |= {"attn_pdrop": model.attention_dropout, "resid_pdrop": hidden}
         fields["embd_pdrop"] = hidden
+    if family is GPT_OSS:
+        return fields | gpt_oss_fields(model)
     if family.mixture:
         fields |= expert_fields(family, model)
     off = {"sliding_window": None, "use_sliding_window": False}

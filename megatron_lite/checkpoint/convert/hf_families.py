@@ -17,12 +17,14 @@ class Weight:
     """One tensor of a family: logical parameters joined along dim 0, then maybe transposed.
 
     `name` and `parts` are templates; {i} is the layer. It exists where its parts exist. With
-    {e} in its name it is expert e of its only part, a stack.
+    {e} in its name it is expert e of its only part, a stack. A stack `interleaved` has the rows
+    of its parts in turn, and a stack is transposed expert by expert.
     """
 
     name: str
     parts: tuple[str, ...]
     transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,22 +27,28 @@ COUNTS = ".router.expert_counts"
 class Stored:
     """One tensor of the family for one model, with the parameters it is joined from.
 
-    `expert` is its number in a stack, which then is its only part.
+    `expert` is its number in a stack, which then is its only part; `interleaved` parts are
+    stacks whose rows take turns.
     """
 
     name: str
     parts: tuple[ParamSpec, ...]
     transposed: bool
     expert: int | None = None
+    interleaved: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the family's file."""
         if self.expert is not None:
             return self.parts[0].shape[1:]
-        rows = sum(part.shape[0] for part in self.parts)
-        shape = (rows, *self.parts[0].shape[1:])
-        return shape[::-1] if self.transposed else shape
+        if self.interleaved:
+            experts, rows, *rest = self.parts[0].shape
+            shape = (experts, rows * len(self.parts), *rest)
+        else:
+            rows = sum(part.shape[0] for part in self.parts)
+            shape = (rows, *self.parts[0].shape[1:])
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def rows_of(self, number: int) -> slice:
         """Rows of the logical (not transposed) tensor that are part `number`."""
@@ -78,7 +84,8 @@ def stored_tensors(
 
 def _stored(weight: Weight, layer: int, parts: tuple[ParamSpec, ...]) -> list[Stored]:
     if "{e}" not in weight.name:
-        return [Stored(weight.name.format(i=layer), parts, weight.transposed)]
+        name, form = weight.name.format(i=layer), (weight.transposed, None, weight.interleaved)
+        return [Stored(name, parts, *form)]
     return [
         Stored(weight.name.format(i=layer, e=expert), parts, False, expert)
         for expert in range(parts[0].shape[0])
@@ -133,7 +140,10 @@ def _import_recipe(
     item: Stored, number: int, read: Callable[[str, Callable[[Tensor], Tensor]], Tensor]
 ) -> Callable[[], Tensor]:
     def take(view: Tensor) -> Tensor:
-        return (view.t() if item.transposed else view)[item.rows_of(number)]
+        whole = view.transpose(-1, -2) if item.transposed else view
+        if item.interleaved:
+            return whole[:, number :: len(item.parts)]
+        return whole[item.rows_of(number)]
 
     return lambda: read(item.name, take)
 
@@ -192,7 +202,10 @@ class _LastStack:
 
 def _export_recipe(item: Stored, parts: Sequence[LogicalTensor]) -> Callable[[], Tensor]:
     def load() -> Tensor:
-        whole = parts[0].load() if len(parts) == 1 else torch.cat([p.load() for p in parts])
-        return (whole.t() if item.transposed else whole).contiguous()
+        if item.interleaved:
+            whole = torch.stack([p.load() for p in parts], dim=2).flatten(1, 2)
+        else:
+            whole = parts[0].load() if len(parts) == 1 else torch.cat([p.load() for p in parts])
+        return (whole.transpose(-1, -2) if item.transposed else whole).contiguous()
 
     return load

@@ -101,6 +101,21 @@ MIXTURES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            **_SIZES,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "intermediate_size": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            **_rope(
+                "yarn", 150000.0, factor=4.0, truncate=False, original_max_position_embeddings=16
+            ),
+        },
+    ),
     "deepseek-v3-dense": ("DeepseekV3Config", {**_DEEPSEEK, "first_k_dense_replace": 3}),
 }
 # name -> (transformers' configuration class, its arguments)
@@ -149,7 +164,7 @@ def build_peer(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     """A transformers model with weights large enough that an error shows in the logits."""
     config_class, arguments = PEERS[kind]
     config = getattr(transformers, config_class)(**{**arguments, **changes})
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "eager" if kind == "gpt-oss" else "sdpa"
     torch.manual_seed(3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lite.checkpoint.convert.hf_config import build_config, choose_family, parse_config
 from megatron_lite.checkpoint.convert.hf_families import HANDLED
-from megatron_lite.checkpoint.convert.hf_registry import FAMILIES, REFUSED
+from megatron_lite.checkpoint.convert.hf_registry import FAMILIES
 from megatron_lite.config.plan import build_model
 from megatron_lite.errors import UserError
 
@@ -41,6 +41,8 @@ def base_of(name: str) -> dict[str, Any]:
     if name == "GPT2LMHeadModel":
         return GPT2
     alone = {"num_key_value_heads": LLAMA["num_attention_heads"], "first_k_dense_replace": 1}
+    if FAMILIES[name].mixture == "gpt-oss":
+        return {k: v for k, v in LLAMA.items() if k != "rms_norm_eps"}
     return LLAMA | {"sliding_window": None} | (alone if FAMILIES[name].latent else {})
 
 
@@ -113,10 +115,32 @@ def test_a_field_that_changes_the_numbers_is_refused_with_its_value(name: str) -
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_later_families_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} does not convert yet: it needs"):
-        parse({"architectures": [name]})
+MIXTURE_REFUSALS = {
+    "groups by another count": (
+        "DeepseekV3ForCausalLM",
+        {"num_experts_per_tok": 6, "topk_group": 2},
+        "topk_group 2 with num_experts_per_tok 6",
+    ),
+    "a lone expert's sum": ("DeepseekV3ForCausalLM", {"num_experts_per_tok": 1}, "norm_topk_prob"),
+    "shared heads": ("DeepseekV3ForCausalLM", {"num_key_value_heads": 2}, "num_key_value_heads 2"),
+    "halves": ("DeepseekV3ForCausalLM", {"rope_interleave": False}, "rope_interleave False"),
+    "scores": ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+    "no experts": ("MixtralForCausalLM", {"num_local_experts": 0}, "num_local_experts 0"),
+    "odd dense layers": ("Qwen3MoeForCausalLM", {"mlp_only_layers": "all"}, "no list of layers"),
+    "another alpha": ("GptOssForCausalLM", {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
+    "odd layers": ("GptOssForCausalLM", {"layer_types": ["chunked"] * 2}, "layer_types"),
+    "no window": ("GptOssForCausalLM", {"sliding_window": 0}, "sliding_window 0"),
+    "no biases": ("GptOssForCausalLM", {"attention_bias": False}, "attention_bias False"),
+}
+
+
+@pytest.mark.parametrize("what", MIXTURE_REFUSALS)
+def test_what_experts_and_latents_compute_otherwise_is_refused(what: str) -> None:
+    name, changes, words = MIXTURE_REFUSALS[what]
+    parse({"architectures": [name]}, base_of(name))
+    with pytest.raises(UserError) as caught:
+        parse({"architectures": [name]} | changes, base_of(name))
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
