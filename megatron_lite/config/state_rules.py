@@ -56,6 +56,14 @@ STATE_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "offload-fraction-idle",
+        lambda f: f.config.optimizer_offload_fraction != 1.0 and not is_offloaded(f),
+        lambda f: (
+            f"--optimizer-offload-fraction {f.config.optimizer_offload_fraction} changes nothing "
+            f"without {OFFLOAD} cpu or disk"
+        ),
+    ),
+    Rule(
         "offload-optimizer",
         lambda f: is_offloaded(f) and f.config.optimizer not in ("adam", "sgd"),
         lambda f: (

@@ -234,6 +234,7 @@ CASES = [
     ("offload-dir", "--offload-dir d", "offload-directory"),
     ("offload-share", "--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
      "offload-fraction"),
+    ("offload-share-of-nothing", "--optimizer-offload-fraction 0.5", "offload-fraction-idle"),
     ("offload-muon", "--optimizer muon --optimizer-offload cpu", "offload-optimizer"),
     ("offload-average", "--optimizer-offload cpu --weight-ema-decay 0.9", "offload-average"),
     ("narrow", "--exp-avg-dtype bf16", "state-dtypes-gate"),
