@@ -2,8 +2,9 @@
 
 Architecture, precision and tokenizer come from the checkpoint; the layout is that of the
 command: one process, or all ranks of `torchrun` as one replica, cut by
-`--tensor-model-parallel-size` and `--pipeline-model-parallel-size`. Whatever layout wrote the
-checkpoint, the same weights, and therefore the same text, come out.
+`--tensor-model-parallel-size` and `--pipeline-model-parallel-size`; experts are spread over the
+tensor ranks by `--expert-model-parallel-size`. Whatever layout wrote the checkpoint, the same
+weights, and therefore the same text, come out.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.mesh.launch import RunStatus, WorldInfo, run_program
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+EP = "--expert-model-parallel-size"
 # How the run that wrote the checkpoint was cut; this command has its own layout.
 RUN_LAYOUT = (
     "sequence_parallel",
@@ -60,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer-model", help="where the tokenizer's file is now")
     parser.add_argument(TP, type=int, help="unset: the ranks that PP leaves")
     parser.add_argument(PP, type=int, default=1, help="pipeline ranks, one stage each")
+    parser.add_argument(EP, type=int, default=1, help="tensor ranks the experts are spread over")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     return parser
 
@@ -89,10 +92,15 @@ def saved_config(state: Any, args: argparse.Namespace, world_size: int) -> Confi
         if name in names
     }
     tp, pp = cut_ranks(args, world_size)
+    ep = args.expert_model_parallel_size
+    if ep < 1 or tp % ep:
+        raise UserError(f"{EP} {ep} must divide {TP} {tp}: tensor ranks share the experts")
     changes: dict[str, Any] = {
         **{name: getattr(Config, name) for name in RUN_LAYOUT},
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": tp // ep if saved.get("num_experts") else None,
         "device": args.device,
     }
     if is_converted(state):

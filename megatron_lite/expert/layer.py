@@ -47,7 +47,10 @@ def moe(parts: ExpertParts, x: Tensor, sequence_parallel: bool, mb: MicrobatchCo
     Comm: that of the dispatcher; without sequence parallelism an all-gather over tp in both
         passes; that of one column- and one row-parallel linear for the shared expert.
     """
-    tokens = x if sequence_parallel else slice_tokens(x, parts.tp)
+    # A generated token cannot be sliced: every tensor rank then routes it, to the same end.
+    is_cut = not sequence_parallel and x.shape[0] % parts.tp.size == 0
+    assert is_cut or sequence_parallel or mb.wgrads is None
+    tokens = slice_tokens(x, parts.tp) if is_cut else x
     routing = route_tokens(parts, tokens, mb)
     shared: list[Tensor] = []
 
@@ -61,7 +64,7 @@ def moe(parts: ExpertParts, x: Tensor, sequence_parallel: bool, mb: MicrobatchCo
     flat = tokens.flatten(0, 1)
     out = run_experts(parts, flat, routing.ids, routing.probs, experts, mb, meanwhile)
     out = out.view(tokens.shape)
-    if not sequence_parallel:
+    if is_cut:
         out = unslice_tokens(out, parts.tp)
     return out + shared[0] if shared else out
 
