@@ -25,7 +25,7 @@ from megatron_lite.errors import DamagedError
 from megatron_lite.mesh.collectives import all_gather_json
 from megatron_lite.pipeline.actions import Action, Kind
 from megatron_lite.train.closing import reduce_closing
-from megatron_lite.train.denominators import start_denominators
+from megatron_lite.train.denominators import LM, local_counts, start_denominators
 from megatron_lite.train.microbatches import Microbatch, to_device
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.passes import Passes, PassOptions, backward_passes, loss_sums, no_loss
@@ -33,7 +33,6 @@ from megatron_lite.train.record import describe_state
 from megatron_lite.train.state import TrainState
 from megatron_lite.verify.classes import MATCH32, MATCH64
 
-LM = "lm"
 MAX_SAMPLES = 4
 # Compute dtype -> relative limits of loss and gradient norm in another layout.
 LIMITS: Mapping[str, tuple[float, float]] = {
@@ -138,9 +137,9 @@ class _Replay:
             parts.groups.pp.rank
         ]
         parts.gradients.start_step(len(self.microbatches), backward_passes(actions))
-        valid = torch.stack([microbatch.valid for microbatch in self.microbatches]).sum()
-        # Every data rank brings the same samples: the count over all of them is the mean's.
-        denominators = start_denominators({LM: valid}, parts.groups.dp_cp)
+        # Every data rank brings the same samples: the counts over all of them are the means'.
+        counts = local_counts(parts.plan.model, self.microbatches, parts.groups.cp.size)
+        denominators = start_denominators(counts, parts.groups.dp_cp)
         options = PassOptions(
             step=0,
             training=False,  # as in evaluation, but with gradients

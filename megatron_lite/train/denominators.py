@@ -12,8 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatron_lite.config.plan import ModelShape
 from megatron_lite.mesh.collectives import Work, all_reduce
 from megatron_lite.mesh.groups import Group
+from megatron_lite.model.multi_token import further_weights, term_name
+from megatron_lite.train.microbatches import Microbatch
+
+LM = "lm"
+MOE = "moe"
 
 
 class Denominators(Mapping[str, Tensor]):
@@ -42,6 +48,28 @@ class Denominators(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._terms)
+
+
+def local_counts(
+    model: ModelShape, microbatches: Sequence[Microbatch], cp_size: int
+) -> dict[str, Tensor]:
+    """Count what this rank adds to the denominator of every loss term of the model.
+
+    Args:
+        microbatches: of this rank, at least one.
+        cp_size: ranks that hold parts of each.
+
+    Returns:
+        Loss term -> 0-dim fp64.
+    """
+    counts = {LM: torch.stack([microbatch.valid for microbatch in microbatches]).sum()}
+    if model.experts is not None:
+        # The losses of the router are means over the microbatches of the global batch.
+        counts[MOE] = torch.full_like(counts[LM], len(microbatches) / cp_size)
+    for depth in range(model.mtp_depths):
+        valid = [further_weights(m.weights, depth).sum() for m in microbatches]
+        counts[term_name(depth)] = torch.stack(valid).sum().to(counts[LM].dtype)
+    return counts
 
 
 def start_denominators(local_sums: Mapping[str, Tensor], dp_cp_group: Group) -> Denominators:

@@ -18,14 +18,20 @@ from torch import Tensor
 from megatron_lite.errors import UserError
 from megatron_lite.expert.balance import Balance, log_scalars, start_balance
 from megatron_lite.mesh.collectives import all_gather_json
-from megatron_lite.model.multi_token import further_weights, term_name
+from megatron_lite.model.multi_token import term_name
 from megatron_lite.optim.norm import clip_coefficient
 from megatron_lite.pipeline.actions import Action, Kind
 from megatron_lite.pipeline.pairs import pair_handler
 from megatron_lite.pipeline.runner import Handler
 from megatron_lite.resilience.nonfinite import SKIP, UPDATE, StepVerdict, judge_step
 from megatron_lite.train.closing import Closing, reduce_closing
-from megatron_lite.train.denominators import Denominators, start_denominators
+from megatron_lite.train.denominators import (
+    LM,
+    MOE,
+    Denominators,
+    local_counts,
+    start_denominators,
+)
 from megatron_lite.train.dump import dump_gradients, write_dump
 from megatron_lite.train.microbatches import Microbatch, to_device
 from megatron_lite.train.parts import Parts
@@ -39,8 +45,6 @@ from megatron_lite.train.passes import (
 )
 from megatron_lite.train.state import TrainState
 
-LM = "lm"
-MOE = "moe"
 ZEROS = "zeros"
 
 
@@ -132,13 +136,7 @@ class TrainStep:
         Comm: one asynchronous all-reduce of one element per loss term over dp x cp.
         """
         groups, number = self.parts.groups, len(self.microbatches)
-        terms = {LM: torch.stack([microbatch.valid for microbatch in self.microbatches]).sum()}
-        if self.parts.plan.model.experts is not None:
-            # The losses of the router are means over the microbatches of the global batch.
-            terms[MOE] = torch.full_like(terms[LM], number / groups.cp.size)
-        for depth in range(self.parts.plan.model.mtp_depths):
-            valid = [further_weights(m.weights, depth).sum() for m in self.microbatches]
-            terms[term_name(depth)] = torch.stack(valid).sum().to(terms[LM].dtype)
+        terms = local_counts(self.parts.plan.model, self.microbatches, groups.cp.size)
         self.counts = start_denominators(terms, groups.dp_cp)
         self.denominators = self.counts
         if self.parts.config.legacy_loss_normalization:

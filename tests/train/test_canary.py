@@ -58,6 +58,20 @@ def test_another_layout_replays_the_canary_within_its_precision(
     assert "within" in told(rank_pool, tmp_path, layout, *FLAG, *precision)
 
 
+EXPERTS = (
+    *("--num-experts", "4", "--moe-ffn-hidden-size", "16", "--moe-aux-loss-coeff", "0.01"),
+    *("--mtp-num-layers", "1"),
+)
+
+
+@pytest.mark.parametrize(("layout", "words"), [("1", "equal bits"), ("tp2-sp", "within")])
+def test_the_canary_counts_the_losses_of_routers_and_of_further_depths(
+    rank_pool: RankPool, tmp_path: Path, layout: str, words: str
+) -> None:
+    save(rank_pool, tmp_path, "1", *FLAG, *EXPERTS)
+    assert words in told(rank_pool, tmp_path, layout, *FLAG, *EXPERTS)
+
+
 def test_without_canary_one_line_says_so_and_without_the_flag_none_is_made(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
