@@ -21,7 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from megatron_lite.errors import UserError
 from megatron_lite.pipeline.costs import Costs, equal_costs
 from megatron_lite.pipeline.draw import Played, draw_svg, draw_text, format_number
-from megatron_lite.pipeline.schedules import FIXED_CHUNKS, SCHEDULES, Options, build_schedule
+from megatron_lite.pipeline.schedules import (
+    FIXED_CHUNKS,
+    PAIRED,
+    SCHEDULES,
+    Options,
+    build_schedule,
+)
 from megatron_lite.pipeline.simulate import simulate
 from megatron_lite.pipeline.table_files import read_table, write_table
 
@@ -60,6 +66,17 @@ def build_parser() -> argparse.ArgumentParser:
         help="times of a microbatch on a whole rank (1,1,1); F,I,W/F,I,W/...: of every stage",
     )
     parser.add_argument(
+        "--exchange",
+        default="0,0,0",
+        metavar="F,I,W",
+        help="times of the all-to-alls of experts of a microbatch on a whole rank, not in --costs",
+    )
+    parser.add_argument(
+        "--paired",
+        action="store_true",
+        help="a forward and a backward at the same time, where the schedule has such pairs",
+    )
+    parser.add_argument(
         "--comm", default="0", metavar="A[,B]", help="latency and transfer time of a message (0)"
     )
     parser.add_argument("--reduce", default="0", metavar="T", help="gradient reduction per stage")
@@ -96,13 +113,25 @@ def build_costs(options: argparse.Namespace, num_stages: int, chunks: int) -> Co
         raise UserError(
             f"--costs {options.costs[:80]}: F,I,W once, or for each of the {num_stages} stages"
         )
+    exchange = parse_times(options.exchange, "--exchange")
+    if len(exchange) != 3:
+        raise UserError(f"--exchange {options.exchange[:80]}: three numbers F,I,W")
+    f, i, w = (time / chunks for time in exchange)
     latency, transfer = comm[0], comm[1] if len(comm) > 1 else Fraction(0)
     if len(stages) == 1:
         equal = equal_costs(num_stages, chunks, *stages[0])
         forward, input_grad, weight_grad = equal.forward, equal.input_grad, equal.weight_grad
     else:
         forward, input_grad, weight_grad = (tuple(times) for times in zip(*stages, strict=True))
-    return Costs(forward, input_grad, weight_grad, latency, transfer, reduce=reduce[0])
+    return Costs(
+        forward,
+        input_grad,
+        weight_grad,
+        latency,
+        transfer,
+        reduce=reduce[0],
+        exchanges=((f, i, w),) * num_stages if any(exchange) else (),
+    )
 
 
 def choose_chunks(name: str, options: argparse.Namespace, several: bool) -> int:
@@ -147,7 +176,12 @@ def play(name: str, options: argparse.Namespace, several: bool) -> Played:
         if options.memory_limit is not None:
             limits = parse_times(options.memory_limit, "--memory-limit")
             limit = limits[0] if len(limits) == 1 else tuple(limits)
-        wishes = Options(group_size=options.group_size, costs=costs, memory_limit=limit)
+        wishes = Options(
+            group_size=options.group_size,
+            costs=costs,
+            memory_limit=limit,
+            paired=options.paired and (not several or name in PAIRED),
+        )
         schedule = build_schedule(name, options.pipeline_size, chunks, options.microbatches, wishes)
     timeline, report = simulate(schedule, costs)
     return Played(schedule, timeline, report)
@@ -223,6 +257,8 @@ def run(options: argparse.Namespace) -> None:
     width = options.width or shutil.get_terminal_size((160, 24)).columns
     if not options.no_timeline:
         print("F forward, I input gradient, W weight gradient, B both; small: later chunks")
+        if any(item.schedule.has_pairs for item in played):
+            print("a line with &: the backward halves of the pairs above them")
         for item in played:
             print(f"\n{item.schedule.name}\n{draw_text(item, max(width, 40))}")
         print()

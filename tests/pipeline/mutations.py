@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_lite.pipeline.actions import COMPUTE, Action, Kind, Schedule
+from megatron_lite.pipeline.actions import COMPUTE, Action, Kind, Schedule, pair
 
 
 def mutants(schedule: Schedule, stride: int = 1) -> Iterator[tuple[str, Schedule]]:
@@ -23,6 +23,29 @@ def mutants(schedule: Schedule, stride: int = 1) -> Iterator[tuple[str, Schedule
     for number, (kind, rank, i, j) in enumerate(_damages(schedule)):
         if number % stride == 0:
             yield f"{kind} {schedule.ranks[rank][i]} {j}", _damage(schedule, kind, rank, i, j)
+
+
+def pair_mutants(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
+    """Undo every pair either way round, exchange halves of two, and join neighbours."""
+    for rank, row in enumerate(schedule.ranks):
+        for i, action in enumerate(row):
+            rest = row[:i], row[i + 1 :]
+            if action.halves:
+                f, b = action.halves
+                yield f"undo {action}", _with(schedule, rank, (*rest[0], f, b, *rest[1]))
+                yield f"undo backwards {action}", _with(schedule, rank, (*rest[0], b, f, *rest[1]))
+                for j in range(i + 1, len(row)):
+                    if row[j].halves:
+                        other = row[j].halves
+                        changed = list(row)
+                        changed[i], changed[j] = pair(f, other[1]), pair(other[0], b)
+                        what = f"exchange halves of {action} and {row[j]}"
+                        yield what, _with(schedule, rank, tuple(changed))
+            elif action.kind is Kind.F:
+                for j in range(i + 1, len(row)):
+                    if row[j].kind in (Kind.B, Kind.I):
+                        joined = (*rest[0], *row[i + 1 : j], pair(action, row[j]), *row[j + 1 :])
+                        yield f"join {action} and {row[j]}", _with(schedule, rank, joined)
 
 
 def _damages(schedule: Schedule) -> Iterator[tuple[str, int, int, int]]:
@@ -104,7 +127,11 @@ class _Interpreter:
     def step(self, rank: int, action: Action) -> bool:
         """Execute; False if a message has to come first."""
         s, m = action.stage, action.microbatch
-        if s is None or m is None:
+        if action.halves:
+            for half in action.halves:
+                assert half.stage is not None and half.microbatch is not None
+                self.compute(half.kind, half.stage, half.microbatch)
+        elif s is None or m is None:
             state = str(self.gradients.get(s, ())) if s is not None else ""
             self.closed.append((rank, str(action), state))
         elif action.kind in COMPUTE:
