@@ -17,6 +17,9 @@ from megatron_lite.pipeline.actions import Action, Kind
 from megatron_lite.pipeline.runner import Handler
 
 
+_HALVES = (Kind.F, Kind.B, Kind.I)
+
+
 class HalfError(RuntimeError):
     """One half of a pair failed; the message names it, the cause is chained."""
 
@@ -33,14 +36,18 @@ def pair_handler(handlers: Mapping[Kind, Handler], lane: Lane | None) -> Handler
             the backward half failed, the forward half is left to itself.
     """
 
+    # A copy: the handler usually joins `handlers`, and a circle would keep a step's tensors
+    # until the garbage collector comes.
+    of_halves = {kind: handlers[kind] for kind in _HALVES if kind in handlers}
+
     def run(action: Action) -> None:
         forward, backward = action.halves
         if lane is None:
-            _run_half(handlers, forward)
-            _run_half(handlers, backward)
+            _run_half(of_halves, forward)
+            _run_half(of_halves, backward)
             return
-        errand = lane.start(partial(_run_half, handlers, forward))
-        _run_half(handlers, backward)
+        errand = lane.start(partial(_run_half, of_halves, forward))
+        _run_half(of_halves, backward)
         errand.wait()
 
     return run
