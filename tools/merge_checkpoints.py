@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.catalog import Found, find_checkpoint
-from megatron_lite.checkpoint.convert.bundle import Bundle
+from megatron_lite.checkpoint.convert.bundle import Bundle, state_names
 from megatron_lite.checkpoint.convert.native import read_native, write_native
-from megatron_lite.checkpoint.convert.transform import WEIGHT_DTYPES, with_precision
+from megatron_lite.checkpoint.convert.transform import HALF, WEIGHT_DTYPES, with_precision
 from megatron_lite.checkpoint.direct import LogicalTensor
 from megatron_lite.checkpoint.merge import (
     Point,
@@ -144,7 +144,14 @@ def choose_sources(models: Sequence[Model]) -> list[Bundle]:
 
 def output_dtype(models: Sequence[Model], wanted: str | None) -> str:
     """Return the dtype of the result: the inputs' own, which must agree, or the wanted one."""
-    found = sorted({t.dtype for model in models for t in model.weights.tensors.values()})
+    found = sorted(
+        {
+            tensor.dtype
+            for model in models
+            for name, tensor in model.weights.tensors.items()
+            if name not in state_names(model.weights)
+        }
+    )
     if wanted is None and len(found) > 1:
         raise UserError(f"the inputs' weights are {' and '.join(found)}: give --dtype")
     return wanted or found[0]
@@ -155,10 +162,12 @@ def merged_tensors(
 ) -> dict[str, LogicalTensor]:
     """Return the recipes of the merged model."""
     tensors = {}
+    kept = state_names(sources[0]) if dtype in HALF else frozenset()
     for name, tensor in sources[0].tensors.items():
         loads = [source.tensors[name].load for source in sources]
-        load = partial(combine, loads, coefficients, getattr(torch, dtype))
-        tensors[name] = LogicalTensor(name, dtype, tensor.shape, load)
+        own = tensor.dtype if name in kept else dtype
+        load = partial(combine, loads, coefficients, getattr(torch, own))
+        tensors[name] = LogicalTensor(name, own, tensor.shape, load)
     return tensors
 
 

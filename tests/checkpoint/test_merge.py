@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,11 @@ from tools.merge_checkpoints import main
 VOCABULARY = 90
 
 
-def random_weights(seed: int, scale: float = 0.02) -> dict[str, Tensor]:
+def random_weights(seed: int, scale: float = 0.02, words: Sequence[str] = ()) -> dict[str, Tensor]:
     """Weights of the tiny model; norms around 1."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for spec in logical_specs(parse_config([*LLAMA, *RUN], {}), VOCABULARY):
+    for spec in logical_specs(parse_config([*LLAMA, *RUN, *words], {}), VOCABULARY):
         offset = 1.0 if "norm" in spec.name else 0.0
         noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
         weights[spec.name] = (offset + scale * noise).float()
@@ -104,6 +104,34 @@ def test_masters_are_merged_where_every_input_has_them(tmp_path: Path) -> None:
     assert same_bits(rounded.read(name), mean.bfloat16())
     wide = merged(tmp_path / "wide", *with_masters, "--dtype", "float32")
     assert same_bits(wide.read(name), ((a + b) / 2).float())
+
+
+EXPERTS = (
+    *("--num-experts", "4", "--moe-ffn-hidden-size", "8", "--moe-router-enable-expert-bias"),
+    *("--moe-router-score-function", "sigmoid", "--moe-aux-loss-coeff", "0.01"),
+    *("--moe-router-load-balancing-type", "global_aux_loss"),
+)
+STATES = (".router.expert_bias", ".router.expert_counts")
+
+
+@pytest.mark.parametrize("dtype", [(), ("--dtype", "bfloat16"), ("--dtype", "float32")])
+def test_the_state_of_routers_is_merged_and_not_rounded_to_half_precision(
+    tmp_path: Path, dtype: tuple[str, ...]
+) -> None:
+    models = []
+    for seed in range(2):
+        weights = random_weights(seed, words=EXPERTS)
+        models.append({n: w if n.endswith(STATES) else w.bfloat16() for n, w in weights.items()})
+    words = ("--bf16", *EXPERTS)
+    places = [save_model(tmp_path / str(i), m, *words) for i, m in enumerate(models)]
+    found = merged(tmp_path / "out", *places, *dtype)
+    states = [name for name in found.names if name.endswith(STATES)]
+    assert len(states) == 2 * 4
+    for name in found.names:
+        a, b = (model[name].double() for model in models)
+        wide = name in states or "float32" in dtype
+        mean = ((a + b) / 2).to(torch.float32 if wide else torch.bfloat16)
+        assert same_bits(found.read(name), mean), name
 
 
 def test_differences_from_a_base_may_be_weighted_beyond_one(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from megatron_lite.checkpoint.direct import LogicalTensor
 from megatron_lite.config.plan import ModelShape, build_model, build_parallel
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import DamagedError
-from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.spec.model import model_spec
+from megatron_lite.spec.params import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Bundle:
 def logical_specs(config: Config, vocab_size: int) -> Sequence[ParamSpec]:
     """Return the logical parameters of an architecture, whole and unpadded."""
     return model_spec(build_model(config, vocab_size), build_parallel(config, 1))
+
+
+def state_names(bundle: Bundle) -> frozenset[str]:
+    """Names of what no gradient changes: a router's bias and counts, never in half precision."""
+    specs = logical_specs(bundle.config, bundle.vocab_size)
+    return frozenset(spec.name for spec in specs if not spec.trained)
 
 
 def check_bundle(bundle: Bundle) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.convert.bundle import Bundle, logical_specs
+from megatron_lite.checkpoint.convert.bundle import Bundle, state_names
 from megatron_lite.checkpoint.direct import LogicalTensor
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
@@ -53,8 +53,7 @@ def to_dtype(bundle: Bundle, dtype: str) -> Bundle:
     Raises:
         UserError: when a tensor is read whose values are beyond the range of `dtype`.
     """
-    specs = logical_specs(bundle.config, bundle.vocab_size)
-    kept = {spec.name for spec in specs if not spec.trained} if dtype in HALF else set()
+    kept = state_names(bundle) if dtype in HALF else frozenset()
     tensors = {
         name: tensor if tensor.dtype == dtype or name in kept else _converted(tensor, dtype)
         for name, tensor in bundle.tensors.items()
