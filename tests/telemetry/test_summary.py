@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_lite.config.attention_plan import LatentShape, WindowShape
 from megatron_lite.config.sharding_plan import ShardingShape
 from megatron_lite.telemetry.flops import MachinePeak
 from megatron_lite.telemetry.memory import MemoryLedger
@@ -103,3 +104,19 @@ def test_what_comes_and_goes_is_in_the_ledger_with_its_largest_unit() -> None:
     assert "gradient buckets (largest embedding) 2.0" in text
     assert "gathered parameters (largest embedding) 4.0" in text
     assert "total 8.0" in text
+
+
+def test_what_newer_families_add_is_told() -> None:
+    variant = tiny_model(
+        window=WindowShape(6, (0, 2)),
+        sinks="learned",
+        activation_limit=7.0,
+        linear_offset=1.0,
+        latent=LatentShape(0, 32, 16, 8, 12),
+    )
+    text = build_summary(tiny_plan(model=variant), FACTS)
+    assert (
+        "multi-latent attention, latents none of queries, 32 of keys and values, heads 16 + 8 "
+        "rotary, values 12, window of 7 tokens in 2 of 4 layers, attention sinks learned, "
+        "MLP clamped at 7, its linear half plus 1" in text
+    )

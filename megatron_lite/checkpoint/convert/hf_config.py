@@ -38,7 +38,11 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a config.json says: the flags of the model, and what to tell about it."""
+    """What a config.json says: the flags of the model, and what to tell about it.
+
+    Tensors whose names match `further` are of layers for multi-token prediction, which are
+    left out, as transformers does.
+    """
 
     family: Family
     config: Config
@@ -46,6 +50,7 @@ class Architecture:
     tied: bool
     dtype: str | None
     notes: tuple[str, ...]
+    further: str = ""
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> Architecture:
@@ -93,7 +98,17 @@ def parse_config(raw: Mapping[str, Any], source: str) -> Architecture:
         tied=tied,
         dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         notes=_unknown_fields(family, raw, source),
+        further=_further_layers(family, values, flags["num_layers"], source),
     )
+
+
+def _further_layers(family: Family, values: Mapping[str, Any], layers: int, source: str) -> str:
+    """Pattern of the tensors of layers behind the last; empty where there are none."""
+    if not family.latent or not values.get("num_nextn_predict_layers"):
+        return ""
+    count = _integer(values, "num_nextn_predict_layers", source)
+    numbers = "|".join(str(layers + n) for n in range(min(count, LARGEST_LAYERS)))
+    return rf"model\.layers\.({numbers})\..*"
 
 
 def _family(raw: Mapping[str, Any], source: str) -> Family:

@@ -101,6 +101,12 @@ def _account(
     derived = [re.compile(pattern) for pattern in found.family.derived]
     extra = {n for n in shapes.keys() - wanted.keys() if not any(d.fullmatch(n) for d in derived)}
     notes: list[str] = []
+    ahead = {name for name in extra if re.fullmatch(found.further, name)}
+    if ahead:
+        extra -= ahead
+        notes.append(
+            f"note: {place}: {len(ahead)} tensors of layers for multi-token prediction are left out"
+        )
     if found.tied and found.family.head in extra:
         extra.discard(found.family.head)
         _check_tied_head(found, stored, source, place)

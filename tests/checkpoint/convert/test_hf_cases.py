@@ -250,3 +250,17 @@ def test_c026_every_expert_is_converted_or_named(tmp_path: Path) -> None:
     edit_weights(source, drop=lost)
     with pytest.raises(DamagedError, match=f"missing: {lost}"):
         read_hf(source)
+
+
+def test_layers_for_multi_token_prediction_are_left_out_and_told(tmp_path: Path) -> None:
+    save_peer(tmp_path, "deepseek-v3")
+    tensors = weight_files(tmp_path)
+    ahead = {"model.layers.3.enorm.weight": torch.ones(64)}
+    write_safetensors(tmp_path / WEIGHTS, {**tensors, **ahead})
+    (note,) = (note for note in read_hf(tmp_path).notes if "multi-token" in note)
+    assert "1 tensors" in note
+    write_safetensors(
+        tmp_path / WEIGHTS, {**tensors, "model.layers.4.enorm.weight": torch.ones(64)}
+    )
+    with pytest.raises(DamagedError, match=r"unexpected: model\.layers\.4\.enorm"):
+        read_hf(tmp_path)
