@@ -82,13 +82,13 @@ def report_timers(parts: Parts, iteration: int) -> None:
 
 
 def measure_params_norm(parts: Parts) -> float:
-    """Norm of the logical weights.
+    """Norm of the logical weights, without state that no gradient ever changes.
 
     Comm: one all-reduce of one element over the world.
     """
     total = torch.zeros((), dtype=torch.float64, device=parts.device)
     for piece in parts.optimizer.weight_pieces():
-        if piece.owned:
+        if piece.owned and piece.spec.trained:
             total += piece.tensor.double().square().sum()
     all_reduce(total, parts.groups.world)
     return float(total) ** 0.5

@@ -13,6 +13,7 @@ from megatron_lite.mesh.recorder import Recorder
 from megatron_lite.model.init import initial_value
 from megatron_lite.spec.shards import Box
 from megatron_lite.train.parts import Parts
+from megatron_lite.train.report import measure_params_norm
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.step import TrainStep
 from megatron_lite.train.summary import estimate_ledger
@@ -40,10 +41,37 @@ KINDS = {
     ),
 }
 HOPS = [("one", "tp2-sp-dp2-grads"), ("dp2-params", "pp2"), ("tp2-sp-dp2-grads", "dp2-optim")]
+# Stacks of experts, and state of the routers that no gradient changes.
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type global_aux_loss "
+    "--moe-aux-loss-coeff 0.01 --micro-batch-size 1"
+)
+MIXTURES = {
+    "experts-muon": f"{EXPERTS} --optimizer muon",
+    "experts-adafactor": f"{EXPERTS} --optimizer adafactor --adafactor-beta1 0.5",
+}
+EP2 = "--expert-model-parallel-size 2"
+MIXED: dict[str, tuple[int, str]] = {
+    "ep2-dp4-params": (4, f"{EP2} {SHARDED} optim_grads_params"),
+    "tp2-ep2-etp2-optim": (
+        4,
+        f"--tensor-model-parallel-size 2 --sequence-parallel {EP2} {SHARDED} optim",
+    ),
+}
+MIXED_HOPS = [("one", "ep2-dp4-params"), ("ep2-dp4-params", "tp2-ep2-etp2-optim")]
+MOVES = [
+    *((kind, *hop) for kind in KINDS for hop in HOPS),
+    *((kind, *hop) for kind in MIXTURES for hop in MIXED_HOPS),
+]
+
+
+def layout_of(name: str) -> tuple[int, str]:
+    return {**LAYOUTS, **MIXED}[name]
 
 
 def argv_of(kind: str, layout: str, *more: str) -> list[str]:
-    return [*BASE, *KINDS[kind].split(), *LAYOUTS[layout][1].split(), *more]
+    return [*BASE, *{**KINDS, **MIXTURES}[kind].split(), *layout_of(layout)[1].split(), *more]
 
 
 def resave(argv: Sequence[str], rank: int, world_size: int) -> None:
@@ -55,18 +83,17 @@ def resave(argv: Sequence[str], rank: int, world_size: int) -> None:
     build_and(use, argv, rank, world_size)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("first", "second"), HOPS, ids=["-to-".join(hop) for hop in HOPS])
+@pytest.mark.parametrize(("kind", "first", "second"), MOVES)
 def test_state_moves_between_layouts_with_its_bits_and_the_run_goes_on(
     rank_pool: RankPool, tmp_path: Path, kind: str, first: str, second: str
 ) -> None:
     whole, parts, again = (str(tmp_path / name) for name in ("whole", "parts", "again"))
     every = ("--save-interval", "2")
-    ranks = LAYOUTS[first][0]
+    ranks = layout_of(first)[0]
     run = [*argv_of(kind, first, "--save", whole, *every), "--exit-interval", "4"]
     rank_pool.run(ranks, train_rank, argv=run)
     loading = ("--load", whole, "--ckpt-step", "2", "--save-interval", "2")
-    ranks = LAYOUTS[second][0]
+    ranks = layout_of(second)[0]
     rank_pool.run(ranks, resave, argv=argv_of(kind, second, *loading, "--save", again))
     saved, moved = open_checkpoint(whole, 2), open_checkpoint(again, 2)
     assert saved.names == moved.names
@@ -79,6 +106,28 @@ def test_state_moves_between_layouts_with_its_bits_and_the_run_goes_on(
         torch.testing.assert_close(
             found.read(name), expected.read(name), rtol=1e-9, atol=1e-10, msg=name
         )
+
+
+def norms(argv: Sequence[str], rank: int, world_size: int) -> tuple[float, float, float]:
+    """Norm that is logged after a step, of what is trained, and of everything."""
+
+    def use(parts: Parts, state: TrainState, status: RunStatus) -> tuple[float, float, float]:
+        TrainStep(parts, state).run()
+        params = [*parts.stage.parameters()]
+        everything, trained = (
+            sum(float(p.double().square().sum()) for p in chosen) ** 0.5
+            for chosen in (params, [p for p in params if p.requires_grad])
+        )
+        return measure_params_norm(parts), trained, everything
+
+    found: tuple[float, float, float] = build_and(use, argv, rank, world_size)
+    return found
+
+
+def test_state_of_routers_is_no_part_of_the_norm_of_the_parameters(rank_pool: RankPool) -> None:
+    ((logged, trained, everything),) = rank_pool.run(1, norms, argv=argv_of("experts-muon", "one"))
+    assert logged == pytest.approx(trained, rel=1e-12)
+    assert everything > 1.5 * trained  # counts of tokens are among it
 
 
 def test_each_group_has_the_state_of_its_rule_and_nothing_else(
