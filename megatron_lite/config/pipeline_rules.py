@@ -6,6 +6,7 @@ command with one fault is told one message.
 
 from __future__ import annotations
 
+from megatron_lite.config.batch_plan import build_ramp
 from megatron_lite.config.batch_rules import ramp_fault, schedule_fault
 from megatron_lite.config.facts import Facts, Rule
 from megatron_lite.config.layout_rules import (
@@ -27,7 +28,6 @@ from megatron_lite.config.pipeline_plan import (
     place_stages,
     read_schedule_file,
 )
-from megatron_lite.config.plan import build_ramp
 from megatron_lite.errors import UserError
 from megatron_lite.pipeline.actions import Schedule
 from megatron_lite.pipeline.partition import LAYOUT

@@ -20,10 +20,10 @@ from megatron_lite.config.attention_plan import (
     plan_window,
     plan_yarn,
 )
+from megatron_lite.config.batch_plan import BatchPlan, build_batch
 from megatron_lite.config.expert_plan import ExpertShape, plan_experts
 from megatron_lite.config.pipeline_plan import PipelineShape, plan_pipeline, stages_per_rank
-from megatron_lite.config.ramp import Ramp, count_train_iters, linear_ramp, schedule_ramp
-from megatron_lite.config.schema import Config
+from megatron_lite.config.schema import Config, required
 from megatron_lite.config.sharding_plan import ShardingShape, plan_sharding
 from megatron_lite.config.state_plan import main_grad_dtype, narrow_moments
 
@@ -141,39 +141,6 @@ class ParallelShape:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """Global batch by consumed samples, and lengths in steps.
-
-    Args:
-        ramp: (first consumed sample, global batch size) in ascending order; the first
-            entry starts at 0.
-        train_iters: steps of the run.
-        eval_interval: steps between evaluations; 0 means only after training.
-    """
-
-    micro_batch_size: int
-    dp_size: int
-    seq_length: int
-    ramp: Ramp
-    train_iters: int
-    eval_iters: int
-    eval_interval: int
-    eval_global_batch_size: int
-
-    def global_batch_size_at(self, consumed_samples: int) -> int:
-        """Return the samples of the step that starts after `consumed_samples`."""
-        size = self.ramp[0][1]
-        for first_sample, batch_size in self.ramp:
-            if consumed_samples >= first_sample:
-                size = batch_size
-        return size
-
-    def num_microbatches_at(self, consumed_samples: int) -> int:
-        """Return the microbatches of one data-parallel rank in that step."""
-        return self.global_batch_size_at(consumed_samples) // (self.micro_batch_size * self.dp_size)
-
-
-@dataclass(frozen=True)
 class PrecisionShape:
     """Dtype names; `master == compute` means that there is no separate master copy.
 
@@ -222,13 +189,6 @@ def build_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         pipeline=plan_pipeline(config, batch.num_microbatches_at(0)),
         sharding=plan_sharding(config),
     )
-
-
-def required(value: int | None) -> int:
-    """Narrow a field that the rules demand; a None here is a defect of ours."""
-    if value is None:
-        raise ValueError("a required field is unset: check_config was not called")
-    return value
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tp_size: int) -> int:
@@ -387,32 +347,3 @@ def recompute_kind(config: Config) -> str:
     if config.recompute_granularity is not None:
         return config.recompute_granularity
     return "selective" if config.recompute_activations else "none"
-
-
-def build_ramp(config: Config, dp: int) -> Ramp:
-    """Return the global batch sizes of the run by consumed samples."""
-    final = config.global_batch_size or required(config.micro_batch_size) * dp
-    if config.step_batch_size_schedule is not None:
-        return schedule_ramp(config.step_batch_size_schedule, required(config.seq_length))
-    if config.rampup_batch_size is not None:
-        start, increment, samples = config.rampup_batch_size
-        return linear_ramp(start, increment, samples, final)
-    return ((0, final),)
-
-
-def build_batch(config: Config, dp: int) -> BatchPlan:
-    """Resolve batch sizes and lengths."""
-    ramp = build_ramp(config, dp)
-    train_iters = config.train_iters
-    if train_iters is None:
-        train_iters = count_train_iters(ramp, required(config.train_samples))
-    return BatchPlan(
-        micro_batch_size=required(config.micro_batch_size),
-        dp_size=dp,
-        seq_length=required(config.seq_length),
-        ramp=ramp,
-        train_iters=train_iters,
-        eval_iters=config.eval_iters,
-        eval_interval=config.eval_interval or 0,
-        eval_global_batch_size=config.eval_global_batch_size or ramp[-1][1],
-    )

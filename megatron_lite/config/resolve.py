@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lite.config import plan
+from megatron_lite.config.batch_plan import build_batch
 from megatron_lite.config.files import format_yaml
 from megatron_lite.config.pipeline_plan import SINGLE, schedule_name
 from megatron_lite.config.schema import GROUPS, Config, flag_fields
@@ -27,7 +28,7 @@ def resolved_values(config: Config, world_size: int) -> dict[str, Any]:
         if field.name not in LEFT_OUT
     }
     parallel = plan.build_parallel(config, world_size)
-    batch = plan.build_batch(config, parallel.dp)
+    batch = build_batch(config, parallel.dp)
     recompute = plan.recompute_kind(config)
     name = schedule_name(config)
     values |= {

@@ -895,3 +895,10 @@ class Config(
 def flag_fields(group: type = Config) -> tuple[dataclasses.Field[Any], ...]:
     """Return the fields of `group` that are flags, in order of declaration."""
     return tuple(f for f in dataclasses.fields(group) if "doc" in f.metadata)
+
+
+def required(value: int | None) -> int:
+    """Narrow a field that the rules demand; a None here is a defect of ours."""
+    if value is None:
+        raise ValueError("a required field is unset: check_config was not called")
+    return value

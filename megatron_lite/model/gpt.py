@@ -22,7 +22,7 @@ from megatron_lite.model.attention import KeyValueCache
 from megatron_lite.model.block import transformer_layer
 from megatron_lite.model.compile import compile_layer
 from megatron_lite.model.multi_token import further_weights, join_and_run, shift, term_name
-from megatron_lite.model.parts import LayerParts, StageParts
+from megatron_lite.model.parts import LayerParts, StageParts, build_layer
 from megatron_lite.model.presence import forward_only, with_parameters
 from megatron_lite.ops.dropout import bias_dropout_residual
 from megatron_lite.ops.norm import accumulation_dtype
@@ -151,29 +151,7 @@ class GPTStage(nn.Module):
                 self.vocab_range = (box.offset[0], box.shape[0])
 
     def _layer(self, layer: int, prefix: str, groups: Groups) -> LayerParts:
-        """A layer, and its mixture of experts where it has one."""
-        model, inside = self.plan.model, f"{prefix}.mlp."
-        if model.experts is None or not model.is_moe(layer):
-            return LayerParts(self.parts, layer, prefix)
-        experts = ExpertParts(
-            shape=model.experts,
-            layer=layer,
-            gated=model.gated,
-            activation=model.activation,
-            params={
-                name.removeprefix(inside): param
-                for name, param in self._params.items()
-                if name.startswith(inside)
-            },
-            tp=groups.tp,
-            tp_cp=groups.tp_cp,
-            block=groups.expert_block,
-            etp=groups.etp,
-            ep=groups.ep,
-            activation_limit=model.activation_limit,
-            linear_offset=model.linear_offset,
-        )
-        return LayerParts(self.parts, layer, prefix, experts)
+        return build_layer(self.parts, layer, prefix, groups)
 
     @property
     def expert_parts(self) -> tuple[ExpertParts, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_lite.config.plan import ModelShape
 from megatron_lite.expert.layer import moe
 from megatron_lite.expert.parts import ExpertParts
-from megatron_lite.mesh.groups import Group
+from megatron_lite.mesh.groups import Group, Groups
 from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.ops.attention import Form, causal_attention
 from megatron_lite.ops.dropout import bias_dropout_residual
@@ -152,3 +152,36 @@ class LayerParts:
     def _linear(self, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
         params = self.stage.params
         return params[f"{self.prefix}.{name}.weight"], params.get(f"{self.prefix}.{name}.bias")
+
+
+def build_layer(stage: StageParts, layer: int, prefix: str, groups: Groups) -> LayerParts:
+    """A layer, and its mixture of experts where it has one.
+
+    Args:
+        stage: what the stage shares.
+        layer: global number; depths of multi-token prediction count on.
+        prefix: of its parameters.
+        groups: of this rank.
+    """
+    model, inside = stage.shape, f"{prefix}.mlp."
+    if model.experts is None or not model.is_moe(layer):
+        return LayerParts(stage, layer, prefix)
+    experts = ExpertParts(
+        shape=model.experts,
+        layer=layer,
+        gated=model.gated,
+        activation=model.activation,
+        params={
+            name.removeprefix(inside): param
+            for name, param in stage.params.items()
+            if name.startswith(inside)
+        },
+        tp=groups.tp,
+        tp_cp=groups.tp_cp,
+        block=groups.expert_block,
+        etp=groups.etp,
+        ep=groups.ep,
+        activation_limit=model.activation_limit,
+        linear_offset=model.linear_offset,
+    )
+    return LayerParts(stage, layer, prefix, experts)

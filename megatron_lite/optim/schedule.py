@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lite.config.batch_plan import BatchPlan
 from megatron_lite.config.optimizer_rules import decoupled_min
-from megatron_lite.config.plan import BatchPlan
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
 

@@ -16,7 +16,6 @@ from megatron_lite.mesh.lane import Lane
 from megatron_lite.pipeline.actions import Action, Kind
 from megatron_lite.pipeline.runner import Handler
 
-
 _HALVES = (Kind.F, Kind.B, Kind.I)
 
 

@@ -48,7 +48,8 @@ from megatron_lite.optim.state_home import build_home
 from megatron_lite.pipeline.partition import StagePart
 from megatron_lite.pipeline.runner import Runner
 from megatron_lite.resilience.signals import StopDecision, StopSignals
-from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.spec.model import model_spec
+from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.stages import specs_on_rank
 from megatron_lite.telemetry.facade import Telemetry
 from megatron_lite.telemetry.flops import MachinePeak

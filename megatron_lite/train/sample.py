@@ -23,7 +23,7 @@ from megatron_lite.mesh.groups import build_groups
 from megatron_lite.mesh.launch import RunStatus, WorldInfo, finish_distributed, init_distributed
 from megatron_lite.model.gpt import GPTStage
 from megatron_lite.model.sampling import StageChain, open_chain
-from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.model import model_spec
 from megatron_lite.spec.physical import logical_piece
 from megatron_lite.spec.shards import local_box
 from megatron_lite.spec.stages import specs_on_rank

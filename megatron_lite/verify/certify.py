@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_lite.config.flags import parse_config
 from megatron_lite.config.plan import build_plan
-from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.model import model_spec
 from megatron_lite.verify.axes import Axis, Case, independent_names, subsets_by_depth
 from megatron_lite.verify.classes import Tolerances
 from megatron_lite.verify.compare import Difference, compare_runs

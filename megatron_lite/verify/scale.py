@@ -15,19 +15,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.config.batch_plan import build_batch
 from megatron_lite.config.options import Option, build_options
 from megatron_lite.config.plan import (
     ROTARY,
-    build_batch,
     ffn_size,
     head_channels,
     key_value_heads,
     position_kind,
     recompute_kind,
-    required,
     rotary_dim,
 )
-from megatron_lite.config.schema import Config, ModelConfig, MoEConfig, flag_fields
+from megatron_lite.config.schema import Config, ModelConfig, MoEConfig, flag_fields, required
 from megatron_lite.config.sharding_plan import plan_sharding
 from megatron_lite.verify.axes import (
     Axis,

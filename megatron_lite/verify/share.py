@@ -13,7 +13,8 @@ from megatron_lite.config.flags import parse_config
 from megatron_lite.config.pipeline_plan import PipelineShape
 from megatron_lite.config.plan import Plan, build_plan
 from megatron_lite.mesh.grid import build_grids
-from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.spec.model import model_spec
+from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.shards import local_box, local_shape
 from megatron_lite.spec.stages import specs_on_rank
 from megatron_lite.telemetry.flops import count_rank_gemm_flops

@@ -120,7 +120,7 @@ def test_row_45_every_layout_of_experts_goes_on_from_others_checkpoints(
     assert hash_of(tmp_path / "save") == hash_of(roots[-1])
 
 
-@pytest.mark.parametrize("target", [REFERENCE, "dp4-ep2-etp2", "dp4-ep2-params"])
+@pytest.mark.parametrize("target", ["dp4-ep2-etp2", "dp4-ep2-params"])
 def test_row_45_masters_and_moments_of_experts_keep_their_bits(
     rank_pool: RankPool, tmp_path: Path, saved: Saved, target: str
 ) -> None:

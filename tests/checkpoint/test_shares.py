@@ -14,7 +14,7 @@ from megatron_lite.checkpoint.files import FileSystem
 from megatron_lite.checkpoint.reader import open_checkpoint
 from megatron_lite.checkpoint.tensors import Share, StateEntry, take_snapshot, written_entries
 from megatron_lite.config.plan import ParallelShape
-from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.model import model_spec
 from megatron_lite.spec.shards import is_owner, local_box, replica
 from tests.checkpoint.tiny import same_bits
 from tests.model.builders import FAMILIES

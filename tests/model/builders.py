@@ -9,20 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.attention_plan import LatentShape, WindowShape, YarnShape
+from megatron_lite.config.batch_plan import BatchPlan
 from megatron_lite.config.pipeline_plan import single_stage
-from megatron_lite.config.plan import (
-    BatchPlan,
-    ModelShape,
-    ParallelShape,
-    Plan,
-    PrecisionShape,
-    RotaryShape,
-)
+from megatron_lite.config.plan import ModelShape, ParallelShape, Plan, PrecisionShape, RotaryShape
 from megatron_lite.mesh.groups import Groups, local_groups
 from megatron_lite.microbatch import MicrobatchContext, WeightGradientStore
 from megatron_lite.model.gpt import GPTStage, StageOptions
 from megatron_lite.model.init import initial_value
-from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.spec.model import model_spec
+from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.physical import logical_piece
 from megatron_lite.spec.shards import local_box
 

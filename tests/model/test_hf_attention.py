@@ -20,7 +20,7 @@ from megatron_lite.model.attention import KeyValueCache
 from megatron_lite.model.gpt import GPTStage
 from megatron_lite.ops.activation import activate
 from megatron_lite.ops.rotary import inverse_frequencies
-from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.model import model_spec
 from tests.model.builders import (
     FAMILIES,
     LLAMA,

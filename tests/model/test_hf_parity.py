@@ -17,7 +17,7 @@ from torch.nn import functional
 from megatron_lite.config.plan import ModelShape, PrecisionShape, RotaryShape
 from megatron_lite.mesh.groups import local_groups
 from megatron_lite.model.gpt import GPTStage
-from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.model import model_spec
 from tests.model.builders import GPT2, LLAMA, build_context, build_plan_of, logical_pieces
 
 transformers = pytest.importorskip("transformers", reason="needs the [convert] extra")

@@ -16,7 +16,8 @@ from megatron_lite.optim.groups import (
     param_group,
 )
 from megatron_lite.optim.recipe import build_recipe
-from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.spec.model import model_spec
+from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.physical import physical_params
 from tests.shard.stand import model_shape, parallel_shape
 

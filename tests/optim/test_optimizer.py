@@ -20,7 +20,8 @@ from megatron_lite.optim.rules import UpdateRule
 from megatron_lite.optim.sgd import SGD
 from megatron_lite.shard.buffers import FlatBuffers
 from megatron_lite.shard.pieces import StatePiece
-from megatron_lite.spec.params import Cut, ParamSpec, model_spec
+from megatron_lite.spec.model import model_spec
+from megatron_lite.spec.params import Cut, ParamSpec
 from tests.pool import RankPool
 from tests.shard.stand import (
     Stand,

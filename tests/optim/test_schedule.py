@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_lite.config.plan import BatchPlan
+from megatron_lite.config.batch_plan import BatchPlan
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
 from megatron_lite.optim.schedule import (

@@ -21,7 +21,8 @@ from megatron_lite.optim.groups import is_matrix
 from megatron_lite.optim.muon import Muon
 from megatron_lite.optim.newton_schulz import orthogonalize, scale_factor
 from megatron_lite.optim.whole_matrices import BucketMatrices, MatrixView, matrix_views
-from megatron_lite.spec.params import Cut, ParamSpec, model_spec
+from megatron_lite.spec.model import model_spec
+from megatron_lite.spec.params import Cut, ParamSpec
 from megatron_lite.spec.shards import Box, local_box
 from tests.pool import RankPool
 from tests.shard.stand import build_rank_groups, logical_value, model_shape, parallel_shape, region

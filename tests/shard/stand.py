@@ -18,7 +18,8 @@ from megatron_lite.shard.buffers import FlatBuffers, trained
 from megatron_lite.shard.flat import FlatLayout, build_layout
 from megatron_lite.shard.gather import ResidentWeights, build_weights
 from megatron_lite.shard.ownership import build_ownership
-from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.spec.model import model_spec
+from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.physical import PhysicalParam, physical_params
 from megatron_lite.spec.shards import Box
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lite.optim.groups import DECAYED, NOT_DECAYED, param_group
 from megatron_lite.shard.flat import ALIGNMENT, build_layout, default_bucket_size
-from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.model import model_spec
 from megatron_lite.spec.physical import PhysicalParam, physical_params
 from tests.shard.stand import model_shape, parallel_shape, small_layout
 

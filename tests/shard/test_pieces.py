@@ -14,7 +14,7 @@ from megatron_lite.shard.pieces import (
     norm_ranges,
     state_pieces,
 )
-from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.model import model_spec
 from megatron_lite.spec.physical import physical_params
 from megatron_lite.spec.shards import Box
 from tests.shard.stand import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.config.plan import ParallelShape
-from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.model import model_spec
 from megatron_lite.spec.physical import physical_name, physical_params
 from megatron_lite.spec.shards import copies, is_owner, local_box, local_shape
 from tests.model.builders import FAMILIES, GPT2, LLAMA

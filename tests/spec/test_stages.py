@@ -6,7 +6,8 @@ import pytest
 
 from megatron_lite.pipeline.partition import StagePart
 from megatron_lite.pipeline.placement import looping, v_shape
-from megatron_lite.spec.params import ParamSpec, model_spec
+from megatron_lite.spec.model import model_spec
+from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.physical import physical_params
 from megatron_lite.spec.shards import is_owner
 from megatron_lite.spec.stages import specs_on_rank

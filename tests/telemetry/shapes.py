@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_lite.config.batch_plan import BatchPlan
 from megatron_lite.config.pipeline_plan import single_stage
-from megatron_lite.config.plan import BatchPlan, ModelShape, ParallelShape, Plan, PrecisionShape
+from megatron_lite.config.plan import ModelShape, ParallelShape, Plan, PrecisionShape
 
 
 def tiny_model(**changes: Any) -> ModelShape:

@@ -11,7 +11,7 @@ from megatron_lite.config.plan import ModelShape, PrecisionShape
 from megatron_lite.config.sharding_plan import ShardingShape
 from megatron_lite.pipeline.partition import whole_model
 from megatron_lite.shard.flat import build_layout
-from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.model import model_spec
 from megatron_lite.spec.physical import physical_params
 from megatron_lite.telemetry.data_axis import (
     DataLayout,

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_lite.spec.params import model_spec
+from megatron_lite.spec.model import model_spec
 from megatron_lite.spec.shards import local_box, local_shape
 from tests.model.builders import FAMILIES, LLAMA, build_plan_of
 from tests.tensor.ranks import logits, loss_and_gradients

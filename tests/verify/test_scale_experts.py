@@ -42,9 +42,7 @@ USER = (
         ),
     ],
 )
-def test_the_kind_is_kept_and_every_subset_is_legal(
-    tmp_path: Path, flags: str, kept: str
-) -> None:
+def test_the_kind_is_kept_and_every_subset_is_legal(tmp_path: Path, flags: str, kept: str) -> None:
     config = parse_config([*USER.split(), *flags.split()], {})
     check_config(config, 64)
     case = scale_down(config, 64, tmp_path, steps=1, precision="fp64").case
