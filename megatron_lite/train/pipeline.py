@@ -50,6 +50,16 @@ class Pipeline:
         rank = self.groups.pp.rank
         return tuple(part for part in self.shape.parts if self.placement[part.stage] == rank)
 
+    @property
+    def warning(self) -> str:
+        """What a user should be told about how the tables run; "" where nothing."""
+        if not self.shape.paired or self.groups.expert_block.lane is not None:
+            return ""
+        return (
+            "--overlap-moe-expert-parallel-comm: on CUDA the halves of a pair still run one after "
+            "the other; nothing is hidden, the table keeps its extra warm-up"
+        )
+
     def table(self, num_microbatches: int, *, training: bool = True) -> Schedule:
         """The verified table of a step, the same on all ranks.
 

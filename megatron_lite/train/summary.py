@@ -68,6 +68,7 @@ def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
             *notices(parts.config, groups.world.size),
             *telemetry.warnings,
             *([parts.native_warning] if parts.native_warning else []),
+            *([parts.pipeline.warning] if parts.pipeline.warning else []),
         ],
         device=describe_device(parts),
         flops_convention=telemetry.options.flops_convention,
