@@ -47,24 +47,24 @@ class ExpertShape:
     topk: int
     ffn_hidden_size: int
     layers: tuple[int, ...]
-    shared_ffn_hidden_size: int
-    shared_gate: bool
-    score_function: str
-    pre_softmax: bool
-    scaling_factor: float
-    num_groups: int
-    group_topk: int
-    expert_bias: bool
-    bias_update_rate: float
-    router_dtype: str
-    balancing: tuple[tuple[str, float], ...]
-    sinkhorn: bool
-    z_loss_coeff: float
-    jitter: float
-    capacity_factor: float | None
-    pad_to_capacity: bool
-    drop_policy: str
-    dispatcher: str
+    shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    group_topk: int = 1
+    expert_bias: bool = False
+    bias_update_rate: float = 0.001
+    router_dtype: str = "float32"
+    balancing: tuple[tuple[str, float], ...] = ()
+    sinkhorn: bool = False
+    z_loss_coeff: float = 0.0
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+    pad_to_capacity: bool = False
+    drop_policy: str = "probs"
+    dispatcher: str = "allgather"
 
     @property
     def is_limited(self) -> bool:
