@@ -7,9 +7,10 @@ against one process; and after the last step every weight bitwise what it is wit
 
 import pytest
 
-from megatron_lite.verify.axes import Axis, data_axis, expert_axis, tensor_axis
+from megatron_lite.verify.axes import Axis, data_axis, expert_axis, sharding_axis, tensor_axis
 from tests.parity.conftest import Certifiers
 from tests.parity.matrix import pipeline_of
+from tests.parity.sharding import BUCKET_FLAGS
 
 pytestmark = pytest.mark.parity
 
@@ -20,6 +21,15 @@ LAYOUTS = {
     "1f1b-2": (
         "deepseek",
         (data_axis(2), pipeline_of("1f1b-2"), expert_axis(2)),
+        "--num-layers 2",
+    ),
+    "optim-gathering-dp4": (
+        "mixtral",
+        (
+            data_axis(4),
+            expert_axis(2),
+            sharding_axis("optim", "--overlap-param-gather", *BUCKET_FLAGS.split()),
+        ),
         "--num-layers 2",
     ),
     "dualpipev-2": (
