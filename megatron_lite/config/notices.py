@@ -118,7 +118,12 @@ def default_notices(config: Config) -> list[str]:
         found.append("--split 969, 30, 1 in force (Megatron's default)")
     if position_kind(config) == "none":
         found.append("the model has no positions (--position-embedding-type none)")
-    if config.num_experts is not None and not any(config.moe_aux_loss_coeff):
+    balanced = (
+        any(config.moe_aux_loss_coeff)
+        or config.moe_router_enable_expert_bias
+        or "sinkhorn" in config.moe_router_load_balancing_type
+    )
+    if config.num_experts is not None and not balanced:
         found.append("--moe-aux-loss-coeff 0.0 in force: expert load is not balanced")
     if config.lr_decay_iters is not None and config.lr_decay_iters != config.train_iters:
         found.append(

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_lite.config.expert_plan import plan_experts
 from megatron_lite.config.flags import parse_config
+from megatron_lite.config.notices import notices
 from megatron_lite.config.rules import violations
 from tests.config.lines import line
 
@@ -137,3 +138,17 @@ def test_one_coefficient_serves_all_kinds_and_zero_switches_off() -> None:
     assert balancing(f"{kinds} --moe-aux-loss-coeff 0.1 0") == (("aux_loss", 0.1),)
     assert balancing(kinds) == ()
     assert balancing("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1") == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("", True),
+        ("--moe-aux-loss-coeff 0.01", False),
+        ("--moe-router-score-function sigmoid --moe-router-enable-expert-bias", False),
+        ("--moe-router-load-balancing-type sinkhorn", False),
+    ],
+)
+def test_a_load_that_nothing_balances_is_told(flags: str, told: bool) -> None:
+    found = notices(parse_config(line(f"{MIXTURE} {flags}"), {}), 1)
+    assert any("expert load is not balanced" in text for text in found) == told
