@@ -38,11 +38,7 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a config.json says: the flags of the model, and what to tell about it.
-
-    Tensors whose names match `further` are of layers for multi-token prediction, which are
-    left out, as transformers does.
-    """
+    """What a config.json says: the flags of the model, and what to tell about it."""
 
     family: Family
     config: Config
@@ -50,7 +46,6 @@ class Architecture:
     tied: bool
     dtype: str | None
     notes: tuple[str, ...]
-    further: str = ""
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> Architecture:
@@ -79,6 +74,8 @@ def parse_config(raw: Mapping[str, Any], source: str) -> Architecture:
         if family.mixture:
             flags |= expert_flags(family, values, flags["num_layers"], source)
         _check_windows(family, values, flags, source)
+    if family.further and values.get("num_nextn_predict_layers"):
+        flags["mtp_num_layers"] = _integer(values, "num_nextn_predict_layers", source)
     flags |= _dropouts(family, values)
     if family.rotary:
         flags |= rope_flags(values, source)
@@ -98,17 +95,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> Architecture:
         tied=tied,
         dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         notes=_unknown_fields(family, raw, source),
-        further=_further_layers(family, values, flags["num_layers"], source),
     )
-
-
-def _further_layers(family: Family, values: Mapping[str, Any], layers: int, source: str) -> str:
-    """Pattern of the tensors of layers behind the last; empty where there are none."""
-    if not family.latent or not values.get("num_nextn_predict_layers"):
-        return ""
-    count = _integer(values, "num_nextn_predict_layers", source)
-    numbers = "|".join(str(layers + n) for n in range(min(count, LARGEST_LAYERS)))
-    return rf"model\.layers\.({numbers})\..*"
 
 
 def _family(raw: Mapping[str, Any], source: str) -> Family:
@@ -272,8 +259,10 @@ def choose_family(model: ModelShape, preferred: str | None, asked: str | None) -
 def _misfit(family: Family, model: ModelShape) -> str | None:
     """Say what the family cannot express, None when it fits."""
     newer = [] if family is GPT_OSS else _newer_parts(model)
-    if newer or model.mtp_depths:
-        return f"it has no {[*newer, 'multi-token prediction'][0]}"
+    if model.mtp_depths and not family.further:
+        newer.append("multi-token prediction")
+    if newer:
+        return f"it has no {newer[0]}"
     if family.latent != (model.latent is not None):
         return f"it has {'only' if family.latent else 'no'} multi-latent attention"
     experts = gpt_oss_misfit(model) if family is GPT_OSS else expert_misfit(family, model)
@@ -364,5 +353,7 @@ def build_config(family: Family, model: ModelShape, dtype: str) -> dict[str, Any
         return fields | gpt_oss_fields(model)
     if family.mixture:
         fields |= expert_fields(family, model)
+    if family.further:
+        fields["num_nextn_predict_layers"] = model.mtp_depths
     off = {"sliding_window": None, "use_sliding_window": False}
     return fields | {field: value for field, value in off.items() if field in family.defaults}

@@ -178,7 +178,7 @@ def expert_fields(family: Family, model: ModelShape) -> dict[str, Any]:
     """Fields of config.json; the family fits."""
     experts = model.experts
     if experts is None:
-        return {"first_k_dense_replace": model.num_layers, "num_nextn_predict_layers": 0}
+        return {"first_k_dense_replace": model.num_layers}
     fields: dict[str, Any] = {"num_experts_per_tok": experts.topk}
     if family.mixture == "mixtral":
         return fields | {
@@ -206,5 +206,4 @@ def _deepseek_fields(experts: ExpertShape) -> dict[str, Any]:
         "topk_group": experts.group_topk,
         "norm_topk_prob": experts.topk > 1,
         "routed_scaling_factor": experts.scaling_factor,
-        "num_nextn_predict_layers": 0,
     }

@@ -54,6 +54,9 @@ class Family:
         grouped: whether the family has key/value heads of their own number.
         mixture: how it spells a mixture of experts (`hf_experts`); "": it has none.
         latent: whether its attention is multi-latent.
+        further: what a depth {d} of multi-token prediction has beside its layer, which stands
+            behind the model's last one, at {i}.
+        copies: (tensor, parameter) that such a depth's files repeat.
     """
 
     architecture: str
@@ -71,6 +74,8 @@ class Family:
     head: str = "lm_head.weight"
     mixture: str = ""
     latent: bool = False
+    further: tuple[Weight, ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
 
 
 HARMLESS = frozenset(

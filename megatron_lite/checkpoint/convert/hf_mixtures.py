@@ -157,4 +157,14 @@ DEEPSEEK_V3 = Family(
     derived=ROTARY_BUFFERS,
     mixture="deepseek",
     latent=True,
+    further=(
+        Weight("model.layers.{i}.enorm.weight", ("mtp.{d}.enorm.weight",)),
+        Weight("model.layers.{i}.hnorm.weight", ("mtp.{d}.hnorm.weight",)),
+        Weight("model.layers.{i}.eh_proj.weight", ("mtp.{d}.eh_proj.weight",)),
+        Weight("model.layers.{i}.shared_head.norm.weight", ("mtp.{d}.final_layernorm.weight",)),
+    ),
+    copies=(
+        ("model.layers.{i}.embed_tokens.weight", "embedding.word_embeddings.weight"),
+        ("model.layers.{i}.shared_head.head.weight", "output_layer.weight"),
+    ),
 )

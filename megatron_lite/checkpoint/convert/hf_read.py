@@ -7,6 +7,7 @@ and what the files hold, never a guess.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -52,6 +53,7 @@ def read_hf(
         raise UserError(f"{place}: is not a directory")
     found = parse_config(read_json(place, CONFIG_FILE), str(place / CONFIG_FILE))
     source = _named(open_source(place, scratch), found.family, place)
+    found = _without_absent_depths(found, source, place)
     stored = stored_tensors(
         found.family, logical_specs(found.config, found.vocab_size), found.config.num_layers or 0
     )
@@ -88,6 +90,20 @@ def _named(source: HFSource, family: Family, place: Path) -> HFSource:
     return HFSource(full, (*source.notes, note))
 
 
+def _without_absent_depths(found: Architecture, source: HFSource, place: Path) -> Architecture:
+    """Multi-token prediction that config.json tells of and no file has: transformers saves so."""
+    depths, layers = found.config.mtp_num_layers or 0, found.config.num_layers
+    prefix = f"{found.family.prefix}layers.{layers}."
+    if not depths or any(name.startswith(prefix) for name in source.tensors):
+        return found
+    note = (
+        f"note: {place}: num_nextn_predict_layers is {depths}, but no file has layer {layers}: "
+        "read without multi-token prediction"
+    )
+    config = dataclasses.replace(found.config, mtp_num_layers=None)
+    return dataclasses.replace(found, config=config, notes=(*found.notes, note))
+
+
 def _account(
     found: Architecture,
     stored: Collection[Stored],
@@ -101,12 +117,6 @@ def _account(
     derived = [re.compile(pattern) for pattern in found.family.derived]
     extra = {n for n in shapes.keys() - wanted.keys() if not any(d.fullmatch(n) for d in derived)}
     notes: list[str] = []
-    ahead = {name for name in extra if re.fullmatch(found.further, name)}
-    if ahead:
-        extra -= ahead
-        notes.append(
-            f"note: {place}: {len(ahead)} tensors of layers for multi-token prediction are left out"
-        )
     if found.tied and found.family.head in extra:
         extra.discard(found.family.head)
         _check_tied_head(found, stored, source, place)

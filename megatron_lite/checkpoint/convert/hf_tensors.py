@@ -7,6 +7,7 @@ is exact.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.convert.hf_families import Family, Weight
 from megatron_lite.checkpoint.direct import LogicalTensor
-from megatron_lite.errors import UserError
+from megatron_lite.errors import DamagedError, UserError
 from megatron_lite.spec.params import ParamSpec
 
 COUNTS = ".router.expert_counts"
@@ -28,7 +29,7 @@ class Stored:
     """One tensor of the family for one model, with the parameters it is joined from.
 
     `expert` is its number in a stack, which then is its only part; `interleaved` parts are
-    stacks whose rows take turns.
+    stacks whose rows take turns; a `copy` repeats a parameter that another tensor holds.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Stored:
     transposed: bool
     expert: int | None = None
     interleaved: bool = False
+    copy: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,12 +76,32 @@ def stored_tensors(
                 raise ValueError(f"{weight.name}: only {present} of its parts exist")
             if present:
                 found += _stored(weight, layer, tuple(by_name[name] for name in names))
+    for depth in range(sum(name.endswith(".eh_proj.weight") for name in by_name)):
+        found += _further_tensors(family, by_name, num_layers + depth, depth)
     placed = {part.name for stored in found for part in stored.parts}
     # State of a loss in training, which no family knows.
     left = {name for name in by_name.keys() - placed if not name.endswith(COUNTS)}
     if left:
         raise ValueError(f"{family.architecture} has no place for {left}")
     return tuple(found)
+
+
+def _further_tensors(
+    family: Family, by_name: Mapping[str, ParamSpec], layer: int, depth: int
+) -> list[Stored]:
+    """Tensors of a depth of multi-token prediction, which stands at layer number `layer`."""
+    found = []
+    here, ours = f"decoder.layers.{layer}.", f"mtp.{depth}.transformer_layer."
+    for weight in (*family.weights, *family.further):
+        if "{i}" not in weight.name:
+            continue
+        names = [part.format(i=layer, d=depth).replace(here, ours) for part in weight.parts]
+        if all(name in by_name for name in names):
+            found += _stored(weight, layer, tuple(by_name[name] for name in names))
+    for name, part in family.copies:
+        if part in by_name:
+            found.append(Stored(name.format(i=layer), (by_name[part],), False, copy=True))
+    return found
 
 
 def _stored(weight: Weight, layer: int, parts: tuple[ParamSpec, ...]) -> list[Stored]:
@@ -103,10 +125,18 @@ def import_tensors(
         stored: the table of this model.
         dtypes: of the source's tensors, by name.
         read: returns a copy of what a function takes from a view of a tensor.
+
+    Raises:
+        DamagedError: (a recipe) a copy differs from what it repeats.
     """
-    tensors = {}
+    tensors: dict[str, LogicalTensor] = {}
     stacks: dict[str, list[Stored]] = {}
     for item in stored:
+        if item.copy:
+            whole = tensors[item.parts[0].name]
+            checked = partial(_load_checked, whole.load, item.name, read)
+            tensors[whole.name] = dataclasses.replace(whole, load=checked)
+            continue
         if item.expert is not None:
             stacks.setdefault(item.parts[0].name, []).append(item)
             continue
@@ -120,6 +150,18 @@ def import_tensors(
         shape, load = items[0].parts[0].shape, _stack_recipe(items, read)
         tensors[name] = LogicalTensor(name, found.pop(), shape, load)
     return tensors
+
+
+def _load_checked(
+    load: Callable[[], Tensor], copy: str, read: Callable[[str, Callable[[Tensor], Tensor]], Tensor]
+) -> Tensor:
+    whole = load()
+    if not torch.equal(whole.view(torch.uint8), read(copy, lambda view: view).view(torch.uint8)):
+        raise DamagedError(
+            f"{copy} differs from the model's own embedding or output layer, which multi-token "
+            "prediction shares here"
+        )
+    return whole
 
 
 def _stack_recipe(

@@ -10,7 +10,6 @@ import torch
 
 from megatron_lite.checkpoint.convert.bundle import Bundle, logical_specs
 from megatron_lite.checkpoint.convert.hf_read import read_hf
-from megatron_lite.checkpoint.convert.hf_registry import FAMILIES
 from megatron_lite.checkpoint.convert.hf_write import write_hf
 from megatron_lite.checkpoint.convert.native import read_native, write_native
 from megatron_lite.checkpoint.convert.transform import half_split_rotary
@@ -228,7 +227,6 @@ def test_c026_a_tensor_of_another_shape_fails(tmp_path: Path) -> None:
         read_hf(tmp_path)
 
 
-@pytest.mark.skipif("MixtralForCausalLM" not in FAMILIES, reason="no mixture of experts yet")
 def test_c026_every_expert_is_converted_or_named(tmp_path: Path) -> None:
     source, back = tmp_path / "hf", tmp_path / "back"
     config = transformers.MixtralConfig(
@@ -252,13 +250,57 @@ def test_c026_every_expert_is_converted_or_named(tmp_path: Path) -> None:
         read_hf(source)
 
 
-def test_layers_for_multi_token_prediction_are_left_out_and_told(tmp_path: Path) -> None:
-    save_peer(tmp_path, "deepseek-v3")
+def save_with_depth(directory: Path) -> dict[str, torch.Tensor]:
+    """A DeepSeek-V3 with a depth of multi-token prediction, in the names of its own files."""
+    save_peer(directory, "deepseek-v3")
+    tensors = weight_files(directory)
+    hidden = tensors["model.norm.weight"].shape[0]
+    last, behind = "model.layers.2.", "model.layers.3."
+    depth = {
+        name.replace(last, behind): tensor + 1
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    depth |= {f"{behind}{name}.weight": torch.rand(hidden) for name in ("enorm", "hnorm")}
+    depth[f"{behind}eh_proj.weight"] = torch.rand(hidden, 2 * hidden)
+    depth[f"{behind}shared_head.norm.weight"] = torch.rand(hidden)
+    depth[f"{behind}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    depth[f"{behind}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    whole = {**tensors, **depth}
+    write_safetensors(directory / WEIGHTS, whole)
+    return whole
+
+
+def test_a_depth_of_multi_token_prediction_comes_back_to_the_bit(tmp_path: Path) -> None:
+    source, back = tmp_path / "hf", tmp_path / "back"
+    save_with_depth(source)
+    to_native(source, tmp_path / "native")
+    bundle = read_native(tmp_path / "native")
+    assert bundle.config.mtp_num_layers == 1
+    assert "mtp.0.transformer_layer.mlp.experts.linear_fc2.weight" in bundle.tensors
+    write_hf(bundle, back)
+    assert differing(source, back) == []
+
+
+def test_a_depth_with_another_embedding_is_refused(tmp_path: Path) -> None:
+    tensors = save_with_depth(tmp_path)
+    name = "model.layers.3.embed_tokens.weight"
+    write_safetensors(tmp_path / WEIGHTS, {**tensors, name: tensors[name] + 1})
+    loaded = read_hf(tmp_path).tensors["embedding.word_embeddings.weight"]
+    with pytest.raises(DamagedError, match=r"layers\.3\.embed_tokens\.weight differs"):
+        loaded.load()
+
+
+def test_depths_without_tensors_are_left_out_and_told(tmp_path: Path) -> None:
+    save_peer(tmp_path, "deepseek-v3")  # its config.json tells of one, as transformers writes it
+    bundle = read_hf(tmp_path)
+    assert not bundle.config.mtp_num_layers
+    assert any("read without multi-token prediction" in note for note in bundle.notes)
     tensors = weight_files(tmp_path)
     ahead = {"model.layers.3.enorm.weight": torch.ones(64)}
     write_safetensors(tmp_path / WEIGHTS, {**tensors, **ahead})
-    (note,) = (note for note in read_hf(tmp_path).notes if "multi-token" in note)
-    assert "1 tensors" in note
+    with pytest.raises(DamagedError, match=r"missing: model\.layers\.3\.hnorm"):
+        read_hf(tmp_path)
     write_safetensors(
         tmp_path / WEIGHTS, {**tensors, "model.layers.4.enorm.weight": torch.ones(64)}
     )
