@@ -72,12 +72,11 @@ class Costs:
         It is reached in the limit of many layers per stage, where one half computes
         whenever the other exchanges; with L layers at most one more layer of it is lost.
         """
-        parts = [self._parts(single) for single in action.singles]
-        chains = [compute + exchange for compute, exchange in parts]
-        if len(parts) == 1:
-            return chains[0]
-        (compute, exchange), (other_compute, other_exchange) = parts
-        return max(compute + other_compute, exchange + other_exchange, *chains)
+        if not action.halves:
+            compute, exchange = self._parts(action)
+            return compute + exchange
+        (c, x), (other_c, other_x) = (self._parts(half) for half in action.halves)
+        return max(c + other_c, x + other_x, c + x, other_c + other_x)
 
     def _parts(self, action: Action) -> tuple[Time, Time]:
         """Return computing and exchanging time of a single computation."""

@@ -61,7 +61,8 @@ class Slow:
 
 @contextmanager
 def slow_transport(clocks: Clocks) -> Iterator[None]:
-    send, start, wait = collectives.all_to_all_single, Lane.start, Errand.wait
+    send: Any = collectives.all_to_all_single
+    start, wait = Lane.start, Errand.wait
     ends: list[int] = []  # of the errand under way
 
     def sending(*args: Any, async_op: bool = False) -> Any:
