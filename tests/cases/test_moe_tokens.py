@@ -112,3 +112,20 @@ def test_c065_microbatches_with_other_empty_experts_on_every_rank_train_the_same
     for tensor, wanted in runs[0].items():
         assert np.isfinite(wanted).all(), tensor
         np.testing.assert_allclose(runs[1][tensor], wanted, rtol=0, atol=1e-12, err_msg=tensor)
+
+
+def test_frozen_experts_train_the_rest_the_same_in_every_layout(rank_pool: RankPool) -> None:
+    argv = [*FLAGS, *FORCED, "--freeze", "*.experts.linear_gate.weight"]
+    runs = []
+    for place in (Layout(REFERENCE), PLACES["dp2-ep2-optim"]):
+        ranks = rank_pool.run(
+            place.ranks, starved_steps, argv=[*argv, *place.flags], favoured=None, steps=2
+        )
+        before, _, after = (gathered(parts) for parts in zip(*ranks, strict=True))
+        for tensor, values in after.items():
+            if ".experts." in tensor:
+                still = tensor.endswith("linear_gate.weight")
+                assert (values == before[tensor]).all() == still, tensor
+        runs.append(after)
+    for tensor, wanted in runs[0].items():
+        np.testing.assert_allclose(runs[1][tensor], wanted, rtol=0, atol=1e-12, err_msg=tensor)

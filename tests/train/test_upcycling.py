@@ -112,6 +112,16 @@ def test_the_first_loss_of_the_mixture_is_the_dense_one(
         assert loss == pytest.approx(wanted, rel=1e-12)
 
 
+def test_the_architecture_may_come_from_the_dense_checkpoint(
+    rank_pool: RankPool, dense: dict[str, tuple[Path, float]]
+) -> None:
+    root, wanted = dense["swiglu"]
+    argv = [*QUIET, "--fp64", "--vocab-size", "90", "--use-checkpoint-args", "--load", str(root)]
+    argv += ["--moe-use-upcycling", *MIXTURES["copies"].split()]
+    (loss,) = rank_pool.run(1, first_step, argv=argv)
+    assert loss == pytest.approx(wanted, rel=1e-12)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_are_copies_and_routers_are_drawn_the_same_in_every_layout(
     rank_pool: RankPool, tmp_path: Path, dense: dict[str, tuple[Path, float]], layout: str
