@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_lite.config.facts import Facts, Rule
 from megatron_lite.config.legal import nearest_divisors
 from megatron_lite.config.sharding_plan import sharding_strategy
@@ -50,22 +52,30 @@ def data_ranks(f: Facts) -> int:
     return f.dp * f.cp
 
 
+def expert_data_ranks(f: Facts) -> int:
+    """Count the ranks that hold the same experts; without experts those of the data axis."""
+    if f.config.num_experts is None:
+        return data_ranks(f)
+    return f.world_size // max(f.etp * f.ep * f.pp, 1)
+
+
 def instances_broken(f: Facts) -> bool:
     """Say whether the copies do not divide the data ranks, of experts too."""
     instances = f.config.num_distributed_optimizer_instances
     if instances < 1 or data_ranks(f) == 0:
         return False  # other rules tell
-    expert_ranks = f.world_size // max(f.etp * f.ep * f.pp, 1)
-    has_experts = f.config.num_experts is not None
-    return data_ranks(f) % instances != 0 or (has_experts and expert_ranks % instances != 0)
+    return data_ranks(f) % instances != 0 or expert_data_ranks(f) % instances != 0
 
 
 def instances_message(f: Facts) -> str:
     """Tell which numbers of copies would divide."""
     instances, ranks = f.config.num_distributed_optimizer_instances, data_ranks(f)
+    experts = max(expert_data_ranks(f), 1)
+    of_experts = f" and the {experts} of each expert" if f.config.num_experts is not None else ""
+    legal = nearest_divisors(math.gcd(ranks, experts), instances)
     return (
-        f"{INSTANCES} {instances} must divide the {ranks} data-parallel ranks (DP x CP): every "
-        f"copy is sharded over as many; nearest legal: {nearest_divisors(ranks, instances)}"
+        f"{INSTANCES} {instances} must divide the {ranks} data-parallel ranks (DP x CP)"
+        f"{of_experts}: every copy is sharded over as many; nearest legal: {legal}"
     )
 
 

@@ -103,6 +103,22 @@ def test_stages_hold_whole_expert_blocks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("expert_ranks", "copies", "legal"), [(4, 2, "1"), (2, 4, "2"), (1, 3, "2 or 4")]
+)
+def test_copies_of_sharded_state_divide_the_ranks_of_an_expert(
+    expert_ranks: int, copies: int, legal: str
+) -> None:
+    text = (
+        f"{MIXTURE} --use-distributed-optimizer --expert-model-parallel-size {expert_ranks} "
+        f"--num-distributed-optimizer-instances {copies}"
+    )
+    (message,) = [found for _, found in violations(parse_config(line(text), {}), 4)]
+    assert f"{copies} must divide the 4 data-parallel ranks" in message
+    assert f"the {4 // expert_ranks} of each expert" in message
+    assert message.endswith(f"nearest legal: {legal}")
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         "",
