@@ -142,6 +142,8 @@ def compare_state(
             action = "refuse" if field in ARCHITECTURE_FIELDS else "log"
         if action == "refuse_always":
             why = "another architecture" if field in ARCHITECTURE_FIELDS else "another generator"
+            if change.path == "facts.num_experts" and change.saved is None:
+                why += "; --moe-use-upcycling makes experts of a dense --pretrained-checkpoint"
             refused.append(f"{_named(change, names)} ({_flag(field)}: {why})")
         elif action == "refuse" and field not in allowed:
             refused.append(

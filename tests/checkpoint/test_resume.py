@@ -91,6 +91,14 @@ def test_another_architecture_is_always_refused_with_both_values(path: str) -> N
         compare_state(run_state(), changed(f"facts.{path}", 999), [*ARCHITECTURE_FIELDS, "facts"])
 
 
+def test_experts_from_a_dense_checkpoint_are_refused_with_the_way_there() -> None:
+    saved, current = (changed("facts.num_experts", value) for value in (None, {"topk": 2}))
+    with pytest.raises(UserError, match="another architecture; --moe-use-upcycling"):
+        compare_state(saved, current)
+    with pytest.raises(UserError, match=r"another architecture\)"):
+        compare_state(current, saved)
+
+
 @pytest.mark.parametrize("path", ["layout.tp", "versions.torch", "config.log_interval"])
 def test_layout_versions_and_other_flags_are_logged(path: str) -> None:
     (line,) = compare_state(run_state(), changed(path, 7))
