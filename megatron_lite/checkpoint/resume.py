@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_lite.checkpoint.state import is_converted
 from megatron_lite.checkpoint.strict_json import plain_json
-from megatron_lite.config.architecture import ARCHITECTURE_FIELDS
+from megatron_lite.config.architecture import ARCHITECTURE_FIELDS, EXPERT_FIELDS
 from megatron_lite.config.options import build_options
 from megatron_lite.config.schema import PrecisionConfig, RecomputeConfig, flag_fields
 from megatron_lite.errors import UserError
@@ -144,10 +144,10 @@ def compare_state(
             why = "another architecture" if field in ARCHITECTURE_FIELDS else "another generator"
             if change.path == "facts.num_experts" and change.saved is None:
                 why += "; --moe-use-upcycling makes experts of a dense --pretrained-checkpoint"
-            refused.append(f"{_named(change, names)} ({_flag(field)}: {why})")
+            refused.append(f"{_named(change, names)} ({_flag(change.path)}: {why})")
         elif action == "refuse" and field not in allowed:
             refused.append(
-                f"{_named(change, names)} ({_flag(field)}; "
+                f"{_named(change, names)} ({_flag(change.path)}; "
                 f"--allow-resume-change {field} accepts it)"
             )
         elif action != "ignore":
@@ -216,8 +216,12 @@ def _named(change: Change, names: Mapping[str, str] | None) -> str:
     return str(change)
 
 
-def _flag(field: str) -> str:
-    """The spelling on the command line of a configuration field."""
+def _flag(path: str) -> str:
+    """The spelling on the command line of what set a value of the state."""
+    first, *inner = path.split(".")
+    field = inner[0] if inner else first
+    if inner[:1] == ["num_experts"] and len(inner) > 1:
+        field = EXPERT_FIELDS.get(inner[1], field)
     option = build_options().get(field)
     return option.name if option is not None else field
 

@@ -13,20 +13,20 @@ from typing import Any
 from megatron_lite.config.expert_plan import ExpertShape
 from megatron_lite.config.plan import ModelShape
 
-_EXPERT_FACTS = (
-    "num_experts",
-    "topk",
-    "ffn_hidden_size",
-    "layers",
-    "shared_ffn_hidden_size",
-    "shared_gate",
-    "score_function",
-    "pre_softmax",
-    "scaling_factor",
-    "num_groups",
-    "group_topk",
-    "expert_bias",
-)
+EXPERT_FIELDS = {  # attribute of ExpertShape -> the configuration field that sets it
+    "num_experts": "num_experts",
+    "topk": "moe_router_topk",
+    "ffn_hidden_size": "moe_ffn_hidden_size",
+    "layers": "moe_layer_freq",
+    "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
+    "shared_gate": "moe_shared_expert_gate",
+    "score_function": "moe_router_score_function",
+    "pre_softmax": "moe_router_pre_softmax",
+    "scaling_factor": "moe_router_topk_scaling_factor",
+    "num_groups": "moe_router_num_groups",
+    "group_topk": "moe_router_group_topk",
+    "expert_bias": "moe_router_enable_expert_bias",
+}
 ARCHITECTURE_FIELDS = (
     "num_layers",
     "hidden_size",
@@ -55,7 +55,7 @@ ARCHITECTURE_FIELDS = (
 
 
 def _expert_facts(experts: ExpertShape) -> dict[str, Any]:
-    values = {name: getattr(experts, name) for name in _EXPERT_FACTS}
+    values = {name: getattr(experts, name) for name in EXPERT_FIELDS}
     return values | {"layers": list(experts.layers)}
 
 

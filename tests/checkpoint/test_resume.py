@@ -99,6 +99,12 @@ def test_experts_from_a_dense_checkpoint_are_refused_with_the_way_there() -> Non
         compare_state(current, saved)
 
 
+def test_a_changed_router_is_told_by_its_own_flag() -> None:
+    saved, current = (changed("facts.num_experts", {"topk": k}) for k in (2, 4))
+    with pytest.raises(UserError, match=r"2 in the checkpoint, 4 now \(--moe-router-topk: "):
+        compare_state(saved, current)
+
+
 @pytest.mark.parametrize("path", ["layout.tp", "versions.torch", "config.log_interval"])
 def test_layout_versions_and_other_flags_are_logged(path: str) -> None:
     (line,) = compare_state(run_state(), changed(path, 7))
