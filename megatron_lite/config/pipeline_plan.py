@@ -14,6 +14,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.errors import UserError
 from megatron_lite.pipeline.actions import Action, Kind, Schedule
 from megatron_lite.pipeline.partition import (
+    LAYOUT,
     Split,
     StagePart,
     list_stages,
@@ -157,7 +158,14 @@ def cut_model(config: Config, placement: tuple[int, ...]) -> tuple[StagePart, ..
     depths = config.mtp_num_layers or 0
     if config.pipeline_model_parallel_layout is not None:
         chunks = len(placement) // ranks
-        return parse_layout(config.pipeline_model_parallel_layout, layers, ranks, chunks, depths)
+        text = config.pipeline_model_parallel_layout
+        parts = parse_layout(text, layers, ranks, chunks, depths)
+        if any(part.mtp and not part.head for part in parts):
+            raise UserError(
+                f"{LAYOUT} {text}: MTP depths (m) on a stage before the loss (L) are not yet "
+                "supported; put them on the last stage, as in ...|tmL"
+            )
+        return parts
     split = Split(
         first=config.decoder_first_pipeline_num_layers,
         last=config.decoder_last_pipeline_num_layers,

@@ -284,8 +284,6 @@ def parse_layout(
             )
         )
         layer, depth = layer + num, depth + mtp
-    if any(part.mtp and not part.head for part in parts):
-        raise UserError(f"{where}: MTP depths (m) belong on the stage of the loss (L)")
     check_parts(parts, num_layers, num_mtp)
     return tuple(parts)
 

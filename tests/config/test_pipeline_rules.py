@@ -63,6 +63,11 @@ BAD = {
     ),
     "layout-layers": (f"{PP2} {LAYOUT} Ett|tL", "pipeline-cut", ["3 decoder layers", "has 4"]),
     "layout-stages": (f"{PP2} {LAYOUT} Et|tt|tL", "pipeline-cut", ["3 stages", "legal: 2"]),
+    "layout-mtp-early": (
+        f"{PP2} {LAYOUT} Ettttm|L --mtp-num-layers 1 --position-embedding-type rope",
+        "pipeline-cut",
+        ["MTP depths (m) on a stage before the loss"],
+    ),
     "layout-letters": (f"{PP2} {LAYOUT} Ext|tL", "pipeline-cut", ["x is not part of a layout"]),
     "layout-twice": (
         f"{PP2} {LAYOUT} Ett|ttL {FIRST} 1",
@@ -124,6 +129,13 @@ def test_flags_of_the_cut_need_a_pipeline(flags: str) -> None:
     found = dict(violations(parse_config(line(flags), {}), 1))
     assert list(found) == ["flags-need-pipeline"]
     assert flags in found["flags-need-pipeline"]
+
+
+def test_further_depths_stand_on_the_stage_of_the_loss() -> None:
+    further = "--mtp-num-layers 2 --position-embedding-type rope"
+    for cut in ("", f"{LAYOUT} Ett|ttmmL"):
+        first, last = plan_of(f"{PP2} {further} {cut}").pipeline.parts
+        assert (first.mtp, last.mtp) == ((), (0, 1))
 
 
 def test_a_rank_without_a_layer_is_refused() -> None:
