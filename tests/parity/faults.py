@@ -135,8 +135,10 @@ def dropout_by_local_position() -> Iterator[None]:
 def attention_mask_by_local_head() -> Iterator[None]:
     original = attention.causal_attention
 
-    def planted(q: Tensor, k: Tensor, v: Tensor, first_head: int, *args: Any) -> Tensor:
-        return original(q, k, v, 0, *args)
+    def planted(
+        q: Tensor, k: Tensor, v: Tensor, first_head: int, *args: Any, **named: Any
+    ) -> Tensor:
+        return original(q, k, v, 0, *args, **named)
 
     with patch.object(parts, "causal_attention", planted):
         yield
