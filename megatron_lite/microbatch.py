@@ -10,6 +10,7 @@ separable (zero-bubble schedules) and readiness an event (bucketed reductions).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,6 +67,14 @@ class WeightSource(Protocol):
 
     def end_pass(self, pass_id: Hashable) -> None:
         """Nothing of a pass is needed any more."""
+        ...
+
+
+class Stopwatch(Protocol):
+    """Who adds up the seconds of named parts of a step."""
+
+    def measure(self, name: str) -> AbstractContextManager[None]:
+        """Time a block."""
         ...
 
 
@@ -133,7 +142,8 @@ class RoutingRecord:
 
     Attributes:
         counts: [e] int64, how often each expert was chosen, before dropping.
-        dropped: [e] int64, choices that its capacity had no room for.
+        dropped: [e] int64, choices that went nowhere, of the expert that was chosen.
+        rerouted: 0-dim int64, choices that went to another expert than the one chosen.
         entropy: 0-dim, sum over tokens of the entropy of their scores, in nats.
         losses: term ("aux_loss", "z_loss", ...) -> 0-dim, the part of these tokens in the
             microbatch's value, coefficient included; parts add up over the microbatch's ranks.
@@ -141,6 +151,7 @@ class RoutingRecord:
 
     counts: Tensor
     dropped: Tensor
+    rerouted: Tensor
     entropy: Tensor
     losses: Mapping[str, Tensor]
 
@@ -149,7 +160,8 @@ class LossSink:
     """Collects the unscaled sums of one microbatch's loss terms for the log.
 
     `add` keeps 0-dim tensors; nothing is synchronised until the step reads them. `routing`
-    holds one record per MoE layer, set and not added: recomputation runs a layer twice.
+    holds one record per MoE layer, set and not added: recomputation runs a layer twice; and so
+    `dispatched`, the bytes that this rank sent to other ranks' experts in a forward pass.
     """
 
     def __init__(self) -> None:
@@ -157,6 +169,7 @@ class LossSink:
         self.per_sample: dict[str, Tensor] = {}
         self.activations: dict[str, Tensor] = {}
         self.routing: dict[int, RoutingRecord] = {}
+        self.dispatched: dict[int, int] = {}
 
     def add(self, term: str, value: Tensor) -> None:
         """Add a 0-dim sum of a loss term."""
@@ -185,6 +198,7 @@ class MicrobatchContext:
         losses: where loss sums go.
         keep_activations: debug dump of activations is on.
         native: operations use their native implementation on this device.
+        timers: who times parts of the pass; None: nobody.
     """
 
     step: int
@@ -202,6 +216,11 @@ class MicrobatchContext:
     keep_activations: bool = False
     native: bool = False
     weights: WeightSource | None = None
+    timers: Stopwatch | None = None
+
+    def measure(self, timer: str) -> AbstractContextManager[None]:
+        """Time a block under a name of `STEP_TIMERS`, where someone does."""
+        return nullcontext() if self.timers is None else self.timers.measure(timer)
 
     @property
     def pass_id(self) -> tuple[int, int]:

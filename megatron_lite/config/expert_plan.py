@@ -40,6 +40,9 @@ class ExpertShape:
         capacity_factor: rows of an expert in units of its fair share; None: dropless.
         pad_to_capacity: an expert's rows are padded to its capacity.
         drop_policy: "probs" or "position", what overflows.
+        reroute_candidates: next best experts that an overflowing choice tries; 0: dropped.
+        running_global: the global loss compares with the step's counts so far, not with those
+            of the step before.
         dispatcher: "allgather" or "alltoall".
     """
 
@@ -64,12 +67,24 @@ class ExpertShape:
     capacity_factor: float | None = None
     pad_to_capacity: bool = False
     drop_policy: str = "probs"
+    reroute_candidates: int = 0
+    running_global: bool = False
     dispatcher: str = "allgather"
 
     @property
     def is_limited(self) -> bool:
         """Whether a token's experts come from some groups only."""
         return self.num_groups > 1
+
+    @property
+    def running_balance(self) -> bool:
+        """Whether there is a global loss in its running form."""
+        return self.running_global and self.coefficient("global_aux_loss") > 0
+
+    @property
+    def keeps_counts(self) -> bool:
+        """Whether the step's counts are state of the next step."""
+        return not self.running_global and self.coefficient("global_aux_loss") > 0
 
     def coefficient(self, kind: str) -> float:
         """Weight of an auxiliary loss; 0 where it is off."""
@@ -130,5 +145,7 @@ def plan_experts(config: Config, num_layers: int, ffn_hidden_size: int) -> Exper
         capacity_factor=config.moe_expert_capacity_factor,
         pad_to_capacity=config.moe_pad_expert_input_to_capacity,
         drop_policy=config.moe_token_drop_policy,
+        reroute_candidates=config.moe_reroute_candidates,
+        running_global=config.moe_global_aux_loss_form == "running",
         dispatcher=config.moe_token_dispatcher_type,
     )

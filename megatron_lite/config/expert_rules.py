@@ -13,6 +13,7 @@ from megatron_lite.config.model_rules import LARGEST_SIZE, at_least_rule, at_mos
 TOPK = "--moe-router-topk"
 GROUPS = "--moe-router-num-groups"
 GROUP_TOPK = "--moe-router-group-topk"
+REROUTE = "--moe-reroute-candidates"
 LARGEST_EXPERTS = 65_536
 
 
@@ -111,6 +112,22 @@ def sinkhorn_fault(f: Facts) -> str:
         f"{given[0]} has no effect beside --moe-router-load-balancing-type sinkhorn, which assigns "
         "tokens to experts by the logits alone: leave one of the two out"
     )
+
+
+def rerouting_fault(f: Facts) -> str:
+    """What is wrong with the experts that an overflowing choice tries; empty if nothing is."""
+    config, experts = f.config, f.number("num_experts")
+    tried, spare = config.moe_reroute_candidates, experts - config.moe_router_topk
+    if tried == 0:
+        return ""
+    if config.moe_expert_capacity_factor is None:
+        return f"{REROUTE} {tried} needs --moe-expert-capacity-factor: nothing overflows without"
+    if not 0 < tried <= spare:
+        return (
+            f"{REROUTE} {tried} must lie in 0..{spare}, the experts that a token does not choose "
+            f"(--num-experts {experts} less {TOPK} {config.moe_router_topk})"
+        )
+    return ""
 
 
 def expert_width(f: Facts) -> int:
@@ -245,6 +262,18 @@ EXPERT_RULES: tuple[Rule, ...] = (
             and f.config.moe_expert_capacity_factor is None
         ),
         lambda f: "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor",
+    ),
+    fault_rule("rerouting-has-candidates", rerouting_fault),
+    Rule(
+        "running-form-of-a-global-loss",
+        lambda f: (
+            f.config.moe_global_aux_loss_form == "running"
+            and "global_aux_loss" not in f.config.moe_router_load_balancing_type
+        ),
+        lambda f: (
+            "--moe-global-aux-loss-form running needs --moe-router-load-balancing-type "
+            "global_aux_loss"
+        ),
     ),
     Rule(
         "shared-gate-needs-shared-expert",

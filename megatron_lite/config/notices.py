@@ -21,6 +21,7 @@ def notices(config: Config, world_size: int) -> list[str]:
     found += gated_notices(config, "num_experts") + gated_notices(config, "multi_latent_attention")
     found += layout_notices(config, world_size)
     found += state_notices(config)
+    found += balance_notices(config)
     found += default_notices(config)
     return found
 
@@ -75,6 +76,17 @@ def layout_notices(config: Config, world_size: int) -> list[str]:
     if config.distributed_backend == "nccl" and config.device == "cpu" and world_size > 1:
         found.append("--device cpu: the transport is gloo, not --distributed-backend nccl")
     return found
+
+
+def balance_notices(config: Config) -> list[str]:
+    """Tell of the one loss whose value depends on the layout."""
+    if config.num_experts is None or config.moe_global_aux_loss_form != "running":
+        return []
+    return [
+        "--moe-global-aux-loss-form running: the loss depends on the micro-batch size, on the "
+        "ranks that share the data and on the order of microbatches; another layout trains "
+        "another model (previous-step does not)"
+    ]
 
 
 def state_notices(config: Config) -> list[str]:

@@ -341,6 +341,12 @@ class MoEConfig:
         ),
     )
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "Weight of the balancing loss.", nargs="+")
+    moe_global_aux_loss_form: str = flag(
+        "previous-step",
+        "What global_aux_loss compares with: the expert counts of the step before, or Megatron's "
+        "mean over the step so far, whose value depends on the layout.",
+        choices=("previous-step", "running"),
+    )
     moe_z_loss_coeff: float | None = flag(None, "Weight of the router's z-loss; unset: none.")
     moe_input_jitter_eps: float | None = flag(
         None, "Noise of the router's input: times 1 +- this; unset: none."
@@ -355,6 +361,12 @@ class MoEConfig:
         "probs",
         "What an expert over its capacity keeps: the largest scores or the first tokens.",
         choices=("probs", "position"),
+    )
+    moe_reroute_candidates: int = flag(
+        0,
+        "Next best experts of its token that a choice over the capacity tries before it is "
+        "dropped; 0: dropped at once.",
+        unit="experts",
     )
     moe_per_layer_logging: bool = flag(
         False, "Log losses, drops and loads of every MoE layer on its own."

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.expert.grouped import ExpertRows
-from megatron_lite.expert.parts import ExpertParts
+from megatron_lite.expert.parts import DISPATCH_TIMER, ExpertParts
 from megatron_lite.mesh import collectives
 from megatron_lite.mesh.groups import Group
 from megatron_lite.microbatch import MicrobatchContext
@@ -32,6 +32,7 @@ class _Journey:
         sent: rows to each rank of the block.
         received: rows from each rank.
         block: the ranks.
+        mb: the microbatch, which may have timers.
         work: the exchange in flight.
         cargo: what it reads, which has to live as long, and what it writes.
     """
@@ -39,6 +40,7 @@ class _Journey:
     sent: list[int]
     received: list[int]
     block: Group
+    mb: MicrobatchContext
     work: collectives.Work | None = None
     cargo: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
@@ -48,14 +50,18 @@ class _Journey:
         out = rows.new_empty(sum(there), rows.shape[1])
         rows = rows.contiguous()
         self.cargo = rows, out
-        self.work = collectives.all_to_all_single(out, rows, there, here, self.block, async_op=True)
+        with self.mb.measure(DISPATCH_TIMER):
+            self.work = collectives.all_to_all_single(
+                out, rows, there, here, self.block, async_op=True
+            )
         return out
 
     def arrive(self) -> Tensor:
         """Wait for the exchange."""
         assert self.work is not None
         assert self.cargo is not None
-        self.work.wait()
+        with self.mb.measure(DISPATCH_TIMER):
+            self.work.wait()
         (_, out), self.work, self.cargo = self.cargo, None, None
         return out
 
@@ -113,7 +119,9 @@ def _slots_of_ranks(parts: ExpertParts, ids: Tensor) -> Tensor:
     return slots.masked_fill(ids.unsqueeze(-1) < 0, -1).int().flatten(1)
 
 
-def _exchange_counts(parts: ExpertParts, counts: Tensor) -> tuple[Tensor, list[int]]:
+def _exchange_counts(
+    parts: ExpertParts, counts: Tensor, mb: MicrobatchContext
+) -> tuple[Tensor, list[int]]:
     """Rows from each rank for each expert here, and every number that the host needs.
 
     Args:
@@ -125,7 +133,8 @@ def _exchange_counts(parts: ExpertParts, counts: Tensor) -> tuple[Tensor, list[i
     Comm: one all-to-all of block * local experts int64.
     """
     arriving = torch.empty_like(counts)
-    collectives.all_to_all_single(arriving, counts, None, None, parts.block)
+    with mb.measure(DISPATCH_TIMER):
+        collectives.all_to_all_single(arriving, counts, None, None, parts.block)
     arriving = arriving.view(parts.block.size, -1)
     numbers = torch.cat([counts.view_as(arriving).sum(1), arriving.sum(1), arriving.sum(0)])
     return arriving, numbers.tolist()  # waits for the device: gloo and NCCL need sizes
@@ -153,11 +162,13 @@ def run_exchanged(
     native, size, local = mb.native, parts.block.size, parts.local_experts
     slots = _slots_of_ranks(parts, ids)
     counts, _, row_of, source = route(slots, size * local, 1, slots.numel(), native)
-    arriving, numbers = _exchange_counts(parts, counts)
+    arriving, numbers = _exchange_counts(parts, counts, mb)
     sent, received = numbers[:size], numbers[size : 2 * size]
     source = source[: sum(sent)]  # dropped ones stand at the end
+    away = sum(sent) - sent[parts.block.rank]
+    mb.losses.dispatched[parts.layer] = away * x.shape[1] * x.element_size()
     rows, _ = gather(x, None, source, row_of, native)
-    rows = _travel(rows, _Journey(sent, received, parts.block), meanwhile)
+    rows = _travel(rows, _Journey(sent, received, parts.block, mb), meanwhile)
     offsets = (0, *accumulate(numbers[2 * size :]))
     ends = arriving.sum(0).cumsum(0).int()
     if local > 1:
@@ -168,7 +179,7 @@ def run_exchanged(
     if local > 1:
         # The other way round it is a permutation as well: copies, no sums.
         rows, _ = gather(rows, None, place.flatten(), origin.unsqueeze(1), native)
-    rows = _travel(rows, _Journey(received, sent, parts.block), None)
+    rows = _travel(rows, _Journey(received, sent, parts.block, mb), None)
     if parts.etp.size > 1:
         probs = probs.repeat_interleave(parts.etp.size, dim=1)
     return combine(rows, probs, row_of, source, native)

@@ -22,9 +22,10 @@ from megatron_lite.expert.parts import ExpertParts
 from megatron_lite.mesh import collectives
 from megatron_lite.mesh.collectives import Work
 from megatron_lite.mesh.groups import Group
-from megatron_lite.microbatch import RoutingRecord
+from megatron_lite.microbatch import LossSink, RoutingRecord
 
-FIGURES = ("layers", "chosen", "dropped", "entropy", "busiest")
+# Of one layer: itself, sums over tokens and the bytes of a step, its busiest expert's load.
+FIGURES = ("layers", "chosen", "dropped", "rerouted", "entropy", "dispatch_bytes", "busiest")
 
 
 @dataclass(eq=False)
@@ -35,8 +36,8 @@ class Balance:
         shape: the mixture.
         parts: the MoE layers of this rank.
         stage: the ranks that hold other tokens of the same layers.
-        sums: [layers, columns] fp64 (columns: counts and drops per expert, entropy, one per
-            loss term), on its way until `work` is waited for.
+        sums: [layers, columns] fp64 (columns: counts and drops per expert, rerouted choices,
+            entropy, bytes, one per loss term), on its way until `work` is waited for.
     """
 
     shape: ExpertShape
@@ -92,8 +93,9 @@ class Balance:
         chosen = counts.sum(1)
         busiest = counts.amax(1) * e / chosen.clamp(min=1)
         dropped = sums[:, e : 2 * e].sum(1)
-        columns = [torch.ones_like(chosen), chosen, dropped, sums[:, 2 * e], busiest]
-        return torch.cat([sums[:, 2 * e + 1 :], torch.stack(columns, dim=1), counts], dim=1)
+        others = sums[:, 2 * e : 2 * e + 3].unbind(1)
+        columns = [torch.ones_like(chosen), chosen, dropped, *others, busiest]
+        return torch.cat([sums[:, 2 * e + 3 :], torch.stack(columns, dim=1), counts], dim=1)
 
     def _ready(self) -> Tensor:
         if self.work is not None:
@@ -105,7 +107,7 @@ class Balance:
 def start_balance(
     shape: ExpertShape,
     parts: Sequence[ExpertParts],
-    records: Iterable[Mapping[int, RoutingRecord]],
+    sinks: Iterable[LossSink],
     stage: Group,
     device: torch.device | str,
 ) -> Balance:
@@ -113,20 +115,24 @@ def start_balance(
 
     Args:
         parts: the MoE layers of this rank, in the order of all ranks of the stage.
-        records: what every pass of the step left (`LossSink.routing`), in any order.
+        sinks: what every pass of the step left, in any order.
         stage: the group of that name.
         device: of the parameters.
 
-    Comm: one asynchronous all-reduce over stage of 2 E + 1 + terms fp64 elements per MoE layer
+    Comm: one asynchronous all-reduce over stage of 2 E + 3 + terms fp64 elements per MoE layer
         of this rank; none without such layers.
     """
     terms = loss_terms(shape)
     by_layer: dict[int, list[RoutingRecord]] = {part.layer: [] for part in parts}
-    for routing in records:
-        for layer, record in routing.items():
+    sent = {part.layer: 0 for part in parts}
+    for sink in sinks:
+        for layer, record in sink.routing.items():
             by_layer[layer].append(record)
-    width = 2 * shape.num_experts + 1 + len(terms)
-    rows = [_sum_records(by_layer[part.layer], terms, width, device) for part in parts]
+            sent[layer] += sink.dispatched.get(layer, 0)
+    width = 2 * shape.num_experts + 3 + len(terms)
+    rows = [
+        _sum_records(by_layer[part.layer], sent[part.layer], terms, width, device) for part in parts
+    ]
     if not rows:
         nothing = torch.zeros(0, width, dtype=torch.float64, device=device)
         return Balance(shape, parts, stage, nothing, None)
@@ -149,8 +155,10 @@ def log_scalars(
 
     Returns:
         "moe_<term>": the loss term as the training loss has it, all layers added up;
-        "moe/dropped_share" of all choices; "moe/padded_share" of the rows of experts that are
-        filled up; "moe/entropy": mean over tokens and layers of the scores' entropy, in nats;
+        "moe/dropped_share" of all choices, and "moe/rerouted_share" where they may be;
+        "moe/padded_share" of the rows of experts that are filled up; "moe/dispatch_bytes" that
+        all ranks together send others on the way to the experts, in a step's forward passes;
+        "moe/entropy": mean over tokens and layers of the scores' entropy, in nats;
         "moe/busiest_over_mean": load of the busiest expert against the mean one, mean over
         layers. Of a layer "moe/<term>_layer_<number>" and so on, and
         "moe/load_expert_<e>_layer_<number>", the share of its choices.
@@ -168,8 +176,9 @@ def log_scalars(
 def _scalars(
     shape: ExpertShape, sums: Mapping[str, float], microbatches: float, at: int | None
 ) -> Iterator[tuple[str, float]]:
-    layers, chosen, dropped, entropy, busiest = (sums[_of(f"moe/{name}", at)] for name in FIGURES)
-    layers, total = max(layers, 1.0), max(chosen, 1.0)
+    figures = {name: sums[_of(f"moe/{name}", at)] for name in FIGURES}
+    chosen, dropped = figures["chosen"], figures["dropped"]
+    layers, total = max(figures["layers"], 1.0), max(chosen, 1.0)
     for term in loss_terms(shape):
         # A loss of all layers goes to the log line, where a name with a slash does not.
         yield (
@@ -177,12 +186,15 @@ def _scalars(
             (sums[_of(_term(term), at)] / microbatches),
         )
     yield _of("moe/dropped_share", at), dropped / total
+    if shape.reroute_candidates:
+        yield _of("moe/rerouted_share", at), figures["rerouted"] / total
     if shape.pad_to_capacity:
         tokens = round(chosen / (layers * shape.topk * microbatches))
         rows = expert_capacity(shape, tokens) * shape.num_experts * layers * microbatches
         yield _of("moe/padded_share", at), 1 - (chosen - dropped) / max(rows, 1.0)
-    yield _of("moe/entropy", at), entropy * shape.topk / total
-    yield _of("moe/busiest_over_mean", at), busiest / layers
+    yield _of("moe/dispatch_bytes", at), figures["dispatch_bytes"]
+    yield _of("moe/entropy", at), figures["entropy"] * shape.topk / total
+    yield _of("moe/busiest_over_mean", at), figures["busiest"] / layers
 
 
 def _term(term: str) -> str:
@@ -204,15 +216,21 @@ def _of(name: str, layer: int | None) -> str:
 
 
 def _sum_records(
-    records: Sequence[RoutingRecord], terms: Sequence[str], width: int, device: torch.device | str
+    records: Sequence[RoutingRecord],
+    sent_bytes: int,
+    terms: Sequence[str],
+    width: int,
+    device: torch.device | str,
 ) -> Tensor:
-    """One row: counts, drops, entropy, losses of one layer in all microbatches of this rank."""
+    """One row of `Balance.sums`: one layer in all microbatches of this rank."""
     if not records:
         return torch.zeros(width, dtype=torch.float64, device=device)
     counts = torch.stack([record.counts for record in records]).sum(0)
     dropped = torch.stack([record.dropped for record in records]).sum(0)
+    sent = torch.tensor(sent_bytes / len(records), dtype=torch.float64, device=device)
     figures = [
-        torch.stack([record.entropy.double(), *(record.losses[term].double() for term in terms)])
+        [record.rerouted, record.entropy, sent, *(record.losses[term] for term in terms)]
         for record in records
     ]
-    return torch.cat([counts.double(), dropped.double(), torch.stack(figures).sum(0)])
+    by_record = torch.stack([torch.stack([value.double() for value in row]) for row in figures])
+    return torch.cat([counts.double(), dropped.double(), by_record.sum(0)])

@@ -1,14 +1,16 @@
 """Capacity: how many tokens of a microbatch an expert takes, and which ones.
 
 Decided over the whole microbatch, so it depends neither on the layout nor on where an
-expert lives. A dropped choice gets id -1 and weight 0; the weights of what is left are not
-scaled up. Policies: "probs" keeps the largest weights (equal ones: the earlier token),
-"position" the earlier tokens. Source: Lepikhin et al., "GShard" (2020).
+expert lives. Policies: "probs" keeps the largest weights (equal ones: the earlier token),
+"position" the earlier tokens. What overflows tries the token's next best experts in turn,
+where that is wanted, and is dropped else: id -1 and weight 0; the weights of what is left are
+not scaled up. Source: Lepikhin et al., "GShard" (2020).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -21,6 +23,23 @@ from megatron_lite.expert.parts import ExpertParts
 from megatron_lite.microbatch import MicrobatchContext
 
 POLICIES = ("probs", "position")
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """What tokens want, best first.
+
+    Attributes:
+        ids: [t, k] int64, the chosen experts, no expert twice in a row.
+        weights: [t, k], what each of them counts; "probs" compares them.
+        spare: [t, n] int64, where a choice may go that overflows, none of `ids`; -1: nowhere.
+        spare_weights: [t, n], what "probs" compares there.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    spare: Tensor
+    spare_weights: Tensor
 
 
 def expert_capacity(shape: ExpertShape, tokens: int) -> int:
@@ -38,20 +57,21 @@ def expert_capacity(shape: ExpertShape, tokens: int) -> int:
     return math.ceil(share * Fraction(repr(float(shape.capacity_factor))))
 
 
-def kept_choices(
-    ids: Tensor, weights: Tensor, num_experts: int, capacity: int, policy: str
-) -> Tensor:
-    """Tell which choices of a microbatch find room.
+def place_choices(choices: Choices, num_experts: int, capacity: int, policy: str) -> Tensor:
+    """Give the choices of a microbatch the rooms that there are.
+
+    First the chosen experts take whom they have room for. Then, for one spare expert after
+    the other, every token with an unplaced choice asks for a room there, and gives it to the
+    best of these choices.
 
     Args:
-        ids: [T, k] int64, tokens in global order, no expert twice in a row.
-        weights: [T, k], the scores that "probs" compares.
+        choices: of all T tokens, in global order.
         num_experts: E.
         capacity: rows of an expert; may exceed T.
         policy: "probs" or "position".
 
     Returns:
-        [T, k] bool.
+        [T, k] int64: the expert of every choice, -1 where it has none.
 
     Raises:
         UserError: no such policy.
@@ -60,39 +80,63 @@ def kept_choices(
         raise UserError(
             f"--moe-token-drop-policy {policy!r} is not one of {', '.join(map(repr, POLICIES))}"
         )
-    flat = ids.flatten()
-    order = torch.arange(flat.numel(), device=flat.device)
-    if policy == "probs":
-        order = torch.argsort(weights.flatten(), descending=True, stable=True)
+    by_weight = policy == "probs"
+    ids = choices.ids
+    ranks = _queue(ids.flatten(), choices.weights.flatten() if by_weight else None, num_experts)
+    placed = torch.where(ranks.view(ids.shape) < capacity, ids, -1)
+    room = capacity - _count(placed, num_experts)
+    for wanted, weights in zip(choices.spare.T, choices.spare_weights.T, strict=True):
+        waiting = placed < 0
+        wanted = torch.where(waiting.any(1), wanted, -1)
+        ranks = _queue(wanted, weights if by_weight else None, num_experts)
+        found = (wanted >= 0) & (ranks < room[wanted.clamp(min=0)])
+        slot = waiting.int().argmax(1, keepdim=True)
+        here = torch.where(found.unsqueeze(1), wanted.unsqueeze(1), placed.gather(1, slot))
+        placed = placed.scatter(1, slot, here)
+        room -= _count(torch.where(found, wanted, -1), num_experts)
+    return placed
+
+
+def _count(ids: Tensor, num_experts: int) -> Tensor:
+    """How often each expert occurs, [E] int64; -1 is none."""
+    bins = ids.new_zeros(num_experts + 1)
+    return bins.scatter_add_(0, ids.flatten() + 1, torch.ones_like(ids.flatten()))[1:]
+
+
+def _queue(ids: Tensor, weights: Tensor | None, num_experts: int) -> Tensor:
+    """Places of [n] in the queues of their experts, by weight, then by order; 0 is the first."""
+    order = torch.arange(ids.numel(), device=ids.device)
+    if weights is not None:
+        order = torch.argsort(weights, descending=True, stable=True)
     # Stable: within an expert the order above stays.
-    order = order[torch.argsort(flat[order], stable=True)]
-    counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    order = order[torch.argsort(ids[order], stable=True)]
+    counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids + 1, torch.ones_like(ids))
     first = counts.cumsum(0) - counts
-    rank = torch.arange(flat.numel(), device=flat.device) - first[flat[order]]
-    kept = torch.empty_like(flat, dtype=torch.bool)
-    kept[order] = rank < capacity
-    return kept.view(ids.shape)
+    places = torch.empty_like(ids)
+    places[order] = torch.arange(ids.numel(), device=ids.device) - first[ids[order] + 1]
+    return places
 
 
 def limit_capacity(
-    parts: ExpertParts, ids: Tensor, probs: Tensor, length: int, mb: MicrobatchContext
+    parts: ExpertParts, choices: Choices, length: int, mb: MicrobatchContext
 ) -> Tensor:
-    """Tell which choices of this rank's tokens find room in the microbatch.
+    """Give this rank's choices the rooms that the microbatch leaves them.
 
     Args:
-        ids: [t, k] int64.
-        probs: [t, k] combine weights.
+        choices: of this rank's t tokens.
         length: positions of the token slice.
 
     Returns:
-        [t, k] bool.
+        [t, k] int64: the expert of every choice, -1 where it has none.
 
-    Comm: one all-gather over tp_cp of 2 k fp64 elements per token and one per position.
+    Comm: one all-gather over tp_cp of 2 (k + n) fp64 elements per token and one per position.
     """
     shape = parts.shape
-    rows = torch.cat([ids.to(torch.float64), probs.detach().to(torch.float64)], dim=1)
+    columns = (choices.ids, choices.weights, choices.spare, choices.spare_weights)
+    rows = torch.cat([part.detach().to(torch.float64) for part in columns], dim=1)
     every, mine = gather_rows(rows, parts, length, mb)
+    widths = [part.shape[1] for part in columns]
+    ids, weights, spare, spare_weights = every.split(widths, dim=1)
+    together = Choices(ids.long(), weights, spare.long(), spare_weights)
     capacity = expert_capacity(shape, every.shape[0])
-    every_id, every_weight = every[:, : shape.topk].long(), every[:, shape.topk :]
-    kept = kept_choices(every_id, every_weight, shape.num_experts, capacity, shape.drop_policy)
-    return kept[mine]
+    return place_choices(together, shape.num_experts, capacity, shape.drop_policy)[mine]

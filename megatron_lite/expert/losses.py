@@ -2,7 +2,8 @@
 
 Balance is E * sum_e f_e P_e: f_e the share of choices that went to expert e, P_e its mean
 score. Both are over one microbatch with all of its tensor and context parts (f of the
-global form: over the step before), so a loss is the same in every layout. Each rank adds
+global form: over the step before), so a loss is the same in every layout; only the running
+form of the global one is not, see `running.py`. Each rank adds
 the part of its own tokens, gradients are sums; the step's value is the mean over its
 microbatches. Sources: Fedus et al., "Switch transformers" (2021); Zoph et al., "ST-MoE"
 (2022), the z-loss; DeepSeek-V2 (2024), the form per sequence.
@@ -47,10 +48,16 @@ class MicrobatchCounts:
 
     def __init__(self, own: Tensor, parts: ExpertParts) -> None:
         self._per_sample = parts.shape.coefficient("seq_aux_loss") > 0
+        self._own = own.sum(0)
         self._counts, self._work = own, None
         if self._per_sample or parts.shape.coefficient("aux_loss"):
             self._counts = own.clone() if self._per_sample else own.sum(0, keepdim=True)
             self._work = collectives.all_reduce(self._counts, parts.tp_cp, async_op=True)
+
+    @property
+    def own(self) -> Tensor:
+        """[E] int64, of this rank's tokens alone."""
+        return self._own
 
     def wait(self) -> Tensor:
         """Return the counts, [b or 1, E] int64."""
@@ -69,7 +76,11 @@ def global_shares(counts: Tensor | None, like: Tensor) -> Tensor:
 
 
 def balance_losses(
-    parts: ExpertParts, mixture: Tensor, counts: MicrobatchCounts, samples: int
+    parts: ExpertParts,
+    mixture: Tensor,
+    counts: MicrobatchCounts,
+    samples: int,
+    mb: MicrobatchContext,
 ) -> dict[str, Tensor]:
     """Compute this rank's part of every balance loss in force.
 
@@ -77,6 +88,7 @@ def balance_losses(
         mixture: [t, E] scores that sum to 1 per token; tokens in (s, b) order.
         counts: of the choices before dropping.
         samples: b.
+        mb: the microbatch.
 
     Returns:
         term -> 0-dim, differentiable, partial over tp_cp.
@@ -94,6 +106,8 @@ def balance_losses(
             continue
         if kind == "aux_loss":
             share = counts.wait().sum(0).to(mixture.dtype) / (tokens * shape.topk)
+        elif parts.running is not None:
+            share = parts.running.share(counts.own, mb).to(mixture.dtype)
         else:
             share = global_shares(parts.state("expert_counts"), mixture)
         found[kind] = (share * mixture.sum(0)).sum() * (scale / tokens)

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megatron_lite.config.expert_plan import ExpertShape
+from megatron_lite.expert.running import RunningCounts
 from megatron_lite.mesh.groups import Group
+
+DISPATCH_TIMER = "moe-dispatch"  # exchanges of tokens between the ranks of a block: what one waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +37,7 @@ class ExpertParts:
         ep: the expert group.
         activation_limit: gate and up are clamped there before the activation.
         linear_offset: added to up.
+        running: what the running form of the global loss compares with; None for others.
     """
 
     shape: ExpertShape
@@ -48,6 +52,7 @@ class ExpertParts:
     ep: Group
     activation_limit: float = math.inf
     linear_offset: float = 0.0
+    running: RunningCounts | None = None
 
     @property
     def local_experts(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_lite.config.expert_plan import ExpertShape
-from megatron_lite.expert.capacity import limit_capacity
+from megatron_lite.expert.capacity import Choices, limit_capacity
 from megatron_lite.expert.gathered import gather_rows, slice_positions
 from megatron_lite.expert.losses import (
     Z_LOSS,
@@ -165,7 +165,8 @@ def choose_experts(scores: Tensor, shape: ExpertShape, bias: Tensor | None) -> T
         bias: [E], added for the choice only; None: none.
 
     Returns:
-        [t, k] int64, largest first.
+        [t, k + n] int64, largest first; behind the k the n that an overflowing choice tries,
+        -1 where the groups allow no more.
     """
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
@@ -175,7 +176,10 @@ def choose_experts(scores: Tensor, shape: ExpertShape, bias: Tensor | None) -> T
         allowed = torch.zeros_like(best, dtype=torch.bool)
         allowed.scatter_(1, largest(best, shape.group_topk), True)
         scores = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)
-    return largest(scores, shape.topk)
+    chosen = largest(scores, shape.topk + shape.reroute_candidates)
+    if shape.is_limited and shape.reroute_candidates:
+        chosen = chosen.masked_fill(scores.gather(1, chosen).isneginf(), -1)
+    return chosen
 
 
 @torch.no_grad()
@@ -183,14 +187,21 @@ def _choose_balanced(
     parts: ExpertParts, logits: Tensor, length: int, mb: MicrobatchContext
 ) -> Tensor:
     """Choose by Sinkhorn's assignment of the microbatch; outside training by the logits."""
+    wanted = parts.shape.topk + parts.shape.reroute_candidates
     if not mb.training:
-        return largest(logits, parts.shape.topk)
+        return largest(logits, wanted)
     every, mine = gather_rows(logits, parts, length, mb)
-    return largest(sinkhorn(every)[mine], parts.shape.topk)
+    return largest(sinkhorn(every)[mine], wanted)
 
 
-def chosen_weights(scores: Tensor, ids: Tensor, shape: ExpertShape) -> Tensor:
-    """What the chosen experts count, [t, k]: differentiable in the scores."""
+def chosen_weights(logits: Tensor, scores: Tensor, ids: Tensor, shape: ExpertShape) -> Tensor:
+    """What the chosen experts count, [t, k]: differentiable in the scores.
+
+    Beside Sinkhorn, as Megatron has it: the sigmoid of the one, else the softmax over all.
+    """
+    if shape.sinkhorn:
+        balanced = logits.sigmoid() if shape.topk == 1 else logits.softmax(-1)
+        return balanced.gather(1, ids) * shape.scaling_factor
     weights = scores.gather(1, ids)
     if shape.score_function != "softmax":
         if shape.topk > 1:
@@ -200,18 +211,10 @@ def chosen_weights(scores: Tensor, ids: Tensor, shape: ExpertShape) -> Tensor:
     return weights * shape.scaling_factor
 
 
-def _balanced_weights(logits: Tensor, ids: Tensor, shape: ExpertShape) -> Tensor:
-    """Megatron's weights beside Sinkhorn: sigmoid of the one, else softmax over all."""
-    scores = logits.sigmoid() if shape.topk == 1 else logits.softmax(-1)
-    return scores.gather(1, ids) * shape.scaling_factor
-
-
-def _dropped(ids: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
-    """Dropped choices per expert, [E] int64."""
+def _dropped(ids: Tensor, placed: Tensor, num_experts: int) -> Tensor:
+    """Dropped choices per expert that was chosen, [E] int64."""
     counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
-    if kept is None:
-        return counts
-    return counts.scatter_add_(0, ids.flatten(), (~kept).flatten().long())
+    return counts.scatter_add_(0, ids.flatten(), (placed < 0).flatten().long())
 
 
 def route_tokens(parts: ExpertParts, x: Tensor, mb: MicrobatchContext) -> Routing:
@@ -227,36 +230,43 @@ def route_tokens(parts: ExpertParts, x: Tensor, mb: MicrobatchContext) -> Routin
         ids and probs of t = s_slice * b tokens, row-major.
 
     Comm: over tp_cp, and only where needed: an all-reduce of [E] or [b, E] counts for the
-        losses, an all-gather of 2 k numbers per token for a capacity, of E for Sinkhorn.
+        losses, an all-gather of 2 (k + n) numbers per token for a capacity with n further
+        candidates, of E for Sinkhorn.
     """
     shape, (length, samples) = parts.shape, x.shape[:2]
     logits = router_logits(parts, x, mb)
     scores = token_scores(logits, shape)
     if shape.sinkhorn:
-        ids = _choose_balanced(parts, logits, length, mb)
-        probs = _balanced_weights(logits, ids, shape)
+        chosen = _choose_balanced(parts, logits, length, mb)
     else:
-        ids = choose_experts(scores, shape, parts.state("expert_bias"))
-        probs = chosen_weights(scores, ids, shape)
+        chosen = choose_experts(scores, shape, parts.state("expert_bias"))
+    ids, spare = chosen[:, : shape.topk], chosen[:, shape.topk :]
+    probs = chosen_weights(logits, scores, ids, shape)
     own = counts = None
     if mb.wgrads is not None:
         own = count_choices(ids, shape.num_experts, samples)
         counts = MicrobatchCounts(own, parts)
-    kept = None
+    mixture = token_mixture(logits, scores, shape)
+    placed = ids
     if shape.capacity_factor is not None:
-        kept = limit_capacity(parts, ids, probs, length, mb)
-        probs = probs * kept
+        spare_weights = mixture.gather(1, spare.clamp(min=0))
+        choices = Choices(ids, probs, spare, spare_weights)
+        placed = limit_capacity(parts, choices, length, mb)
+        if shape.reroute_candidates:
+            # Where a choice is dropped, its first expert still has its share of the sum.
+            final = torch.where(placed < 0, ids, placed)
+            probs = chosen_weights(logits, scores, final, shape)
+        probs = probs * (placed >= 0)
     if own is not None and counts is not None:
-        mixture = token_mixture(logits, scores, shape)
-        losses = balance_losses(parts, mixture, counts, samples)
+        losses = balance_losses(parts, mixture, counts, samples, mb)
         if shape.z_loss_coeff:
             losses[Z_LOSS] = z_loss(logits, shape.z_loss_coeff, ids.shape[0] * parts.tp_cp.size)
         probs = add_losses(probs, losses, mb)
         mb.losses.routing[parts.layer] = RoutingRecord(
-            counts=own.sum(0),
-            dropped=_dropped(ids, kept, shape.num_experts),
+            counts=counts.own,
+            dropped=_dropped(ids, placed, shape.num_experts),
+            rerouted=((placed >= 0) & (placed != ids)).sum(),
             entropy=torch.special.entr(mixture.detach()).sum(),
             losses={term: value.detach() for term, value in losses.items()},
         )
-    final = ids if kept is None else torch.where(kept, ids, -1)
-    return Routing(final.to(torch.int32), probs)
+    return Routing(placed.to(torch.int32), probs)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_lite.config.plan import ModelShape
 from megatron_lite.expert.layer import moe
 from megatron_lite.expert.parts import ExpertParts
+from megatron_lite.expert.running import RunningCounts
 from megatron_lite.mesh.groups import Group, Groups
 from megatron_lite.microbatch import MicrobatchContext
 from megatron_lite.ops.attention import Form, causal_attention
@@ -183,5 +184,6 @@ def build_layer(stage: StageParts, layer: int, prefix: str, groups: Groups) -> L
         ep=groups.ep,
         activation_limit=model.activation_limit,
         linear_offset=model.linear_offset,
+        running=RunningCounts(groups.stage) if model.experts.running_balance else None,
     )
     return LayerParts(stage, layer, prefix, experts)

@@ -166,6 +166,8 @@ def describe_experts(shape: ExpertShape) -> list[str]:
     capacity = "no token dropped"
     if shape.capacity_factor is not None:
         capacity = f"capacity factor {shape.capacity_factor:g}, by {shape.drop_policy}"
+        if shape.reroute_candidates:
+            capacity += f", then the next {shape.reroute_candidates} experts"
     return [
         f"{shape.num_experts} of width {shape.ffn_hidden_size} in {len(shape.layers)} layers, "
         f"top-{shape.topk}{limit}{beside}",

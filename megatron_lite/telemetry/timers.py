@@ -7,6 +7,7 @@ level costs one comparison. No clock is read elsewhere: tests pass their own.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ STEP_TIMERS: Mapping[str, int] = {
     "batch-generator": 2,
     "forward-compute": 2,
     "backward-compute": 2,
+    "moe-dispatch": 2,
     "all-grads-sync": 2,
     "layernorm-grads-all-reduce": 2,
     "optimizer-clip-main-grad": 2,
@@ -55,7 +57,9 @@ class Timers:
         self._clock = clock
         self._synchronize = synchronize
         self._sums: dict[str, float] = {}
-        self._started: dict[str, float] = {}
+        # A part may run in two lanes at once; each has its own start.
+        self._started: dict[tuple[str, int], float] = {}
+        self._adding = threading.Lock()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,17 +82,21 @@ class Timers:
         """Start a timer; starting it twice is a defect and raises."""
         if not self._is_measured(name):
             return
-        if name in self._started:
+        key = name, threading.get_ident()
+        if key in self._started:
             raise RuntimeError(f"timer {name!r} is already running")
-        self._started[name] = self._now()
+        self._started[key] = self._now()
 
     def stop(self, name: str) -> None:
         """Stop a running timer and add its time."""
         if not self._is_measured(name):
             return
-        if name not in self._started:
+        key = name, threading.get_ident()
+        if key not in self._started:
             raise RuntimeError(f"timer {name!r} is not running")
-        self._sums[name] = self._sums.get(name, 0.0) + self._now() - self._started.pop(name)
+        seconds = self._now() - self._started.pop(key)
+        with self._adding:
+            self._sums[name] = self._sums.get(name, 0.0) + seconds
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:

@@ -19,6 +19,7 @@ from megatron_lite.microbatch import (
     GradientSink,
     LossSink,
     MicrobatchContext,
+    Stopwatch,
     WeightGradientStore,
     WeightSource,
 )
@@ -37,6 +38,7 @@ class PassOptions:
         training: with dropout.
         sink: where weight gradients go; None where nothing is differentiated.
         weights: who brings parameters that are not always there; None where all are.
+        timers: who times parts of a pass; None: nobody.
     """
 
     step: int
@@ -47,6 +49,7 @@ class PassOptions:
     native: bool
     sink: GradientSink | None
     weights: WeightSource | None = None
+    timers: Stopwatch | None = None
     keep_activations: bool = False
 
 
@@ -167,6 +170,7 @@ class Passes:
             keep_activations=options.keep_activations,
             native=options.native,
             weights=options.weights,
+            timers=options.timers,
         )
 
 

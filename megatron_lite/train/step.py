@@ -159,6 +159,7 @@ class TrainStep:
             native=parts.native,
             sink=parts.gradients,
             weights=parts.weight_source,
+            timers=parts.timers,
             keep_activations=parts.dump is not None and parts.dump.activations,
         )
         exchange = parts.pipeline.exchange
@@ -180,10 +181,8 @@ class TrainStep:
         parts, shape = self.parts, self.parts.plan.model.experts
         self.balance: Balance | None = None
         if shape is not None:
-            routing = [sink.routing for sink in self.passes.sinks.values()]
-            self.balance = start_balance(
-                shape, parts.stage.expert_parts, routing, parts.groups.stage, parts.device
-            )
+            sinks, layers = self.passes.sinks.values(), parts.stage.expert_parts
+            self.balance = start_balance(shape, layers, sinks, parts.groups.stage, parts.device)
 
     def close(self) -> None:
         """Run the closing reduction and judge; every rank comes to the same verdict."""

@@ -29,9 +29,8 @@ def scale_experts(config: Config, num_layers: int, tp: int) -> dict[str, Any]:
     experts = min(config.num_experts, MOST_EXPERTS)
     groups = config.moe_router_num_groups
     chosen, topk = config.moe_router_group_topk, config.moe_router_topk
-    if topk == config.num_experts:
-        topk = experts
-    topk = min(topk, 4, experts) if topk < experts else experts
+    # A choice stays one: experts are left over where the user has some.
+    topk = experts if topk == config.num_experts else min(topk, 4, experts - 1)
     if groups is not None and chosen is not None:
         groups = next(n for n in (4, 2, 1) if groups >= n and experts % n == 0)
         chosen = 2 if chosen > 1 and groups > 1 else 1
@@ -46,6 +45,7 @@ def scale_experts(config: Config, num_layers: int, tp: int) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": (
             None if config.moe_shared_expert_intermediate_size is None else width
         ),
+        "moe_reroute_candidates": min(config.moe_reroute_candidates, experts - topk),
         "moe_layer_freq": scale_layers(config, num_layers),
     }
 

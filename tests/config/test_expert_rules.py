@@ -70,6 +70,18 @@ BAD = {
         "--moe-pad-expert-input-to-capacity",
         ["needs --moe-expert-capacity-factor"],
     ),
+    "rerouting-needs-capacity": (
+        "--moe-reroute-candidates 1",
+        ["--moe-reroute-candidates 1 needs --moe-expert-capacity-factor"],
+    ),
+    "rerouting-has-candidates": (
+        "--moe-expert-capacity-factor 1 --moe-reroute-candidates 7",
+        ["--moe-reroute-candidates 7 must lie in 0..6, the experts that a token does not choose"],
+    ),
+    "running-form": (
+        "--moe-global-aux-loss-form running",
+        ["needs --moe-router-load-balancing-type global_aux_loss"],
+    ),
     "shared-gate": (
         "--moe-shared-expert-gate",
         ["needs --moe-shared-expert-intermediate-size"],
@@ -127,6 +139,8 @@ def test_copies_of_sharded_state_divide_the_ranks_of_an_expert(
         "--moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
         "--moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2",
         "--moe-expert-capacity-factor 100 --moe-pad-expert-input-to-capacity",
+        "--moe-expert-capacity-factor 1 --moe-reroute-candidates 6",
+        "--moe-router-load-balancing-type global_aux_loss --moe-global-aux-loss-form running",
         "--moe-router-topk 8 --moe-per-layer-logging",
     ],
 )

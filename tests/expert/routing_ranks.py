@@ -29,6 +29,10 @@ SLICED = {
     "sinkhorn": replace(SHAPES["post"], sinkhorn=True, balancing=(), topk=1),
     "capacity_probs": replace(SHAPES["sigmoid"], capacity_factor=0.75),
     "capacity_position": replace(SHAPES["pre"], capacity_factor=0.75, drop_policy="position"),
+    "capacity_reroute": replace(SHAPES["sigmoid_groups"], capacity_factor=0.75, reroute_candidates=3),
+    "sinkhorn_reroute": replace(
+        SHAPES["post"], sinkhorn=True, balancing=(), capacity_factor=0.5, reroute_candidates=1
+    ),
 }
 STATEFUL = replace(
     SIGMOID, balancing=ALL_LOSSES, z_loss_coeff=0.001, capacity_factor=1.0, bias_update_rate=0.001
@@ -69,6 +73,7 @@ def route_slice(
         "losses": dict(record.losses),
         "counts": record.counts,
         "dropped": record.dropped,
+        "rerouted": record.rerouted,
         "records": [(r.op, r.elements) for r in recorder.records],
     }
 
@@ -89,7 +94,7 @@ def balance_steps(
             for parts in layers:
                 for _ in range(2 if twice else 1):
                     route_tokens(parts, x, mb)
-            sinks.append(mb.losses.routing)
+            sinks.append(mb.losses)
         balance = start_balance(STATEFUL, layers, sinks, groups, "cpu")
         sums = balance.log_sums(STATEFUL.layers)
         vector = torch.stack(list(sums.values()))

@@ -133,3 +133,33 @@ def keep(ids, weights, shape):  # type: ignore[no-untyped-def]
         for token, slot in takers[:capacity]:
             kept[token][slot] = True
     return kept
+
+
+def place(wanted, weights, num_experts, k, capacity, policy):  # type: ignore[no-untyped-def]
+    """Experts of all choices, -1 where one has none; [t][k].
+
+    Args:
+        wanted: [t][k + n], the chosen experts and the next best, -1: no more.
+        weights: [t][k + n].
+    """
+    room = [capacity] * num_experts
+    placed = [[-1] * k for _ in wanted]
+
+    def first_come(asks):  # type: ignore[no-untyped-def]
+        """Let (weight, token, slot, expert) in, one after the other."""
+        if policy == "probs":
+            asks = sorted(asks, key=lambda ask: -ask[0])
+        for _, token, slot, expert in asks:
+            if room[expert] > 0:
+                room[expert] -= 1
+                placed[token][slot] = expert
+
+    tokens = range(len(wanted))
+    first_come([(weights[t][j], t, j, wanted[t][j]) for t in tokens for j in range(k)])
+    for column in range(k, len(wanted[0])):
+        asks = []
+        for t in tokens:
+            if -1 in placed[t] and wanted[t][column] >= 0:
+                asks.append((weights[t][column], t, placed[t].index(-1), wanted[t][column]))
+        first_come(asks)
+    return placed

@@ -82,7 +82,8 @@ def step_of(parts, inputs, shape):
     for x in inputs:
         mb = context(Sink(), microbatches=len(inputs))
         route_tokens(parts, x, mb)
-        sinks.append(mb.losses.routing)
+        mb.losses.dispatched[parts.layer] = 1000  # bytes, of each pass
+        sinks.append(mb.losses)
     return start_balance(shape, [parts], sinks, local_group("stage"), "cpu")
 
 
@@ -100,6 +101,8 @@ def test_log_scalars_by_hand():
     room = 9  # of 36 tokens
     assert log["moe/dropped_share_layer_1"] == pytest.approx((tokens - room) / tokens)
     assert log["moe/busiest_over_mean_layer_1"] == pytest.approx(EXPERTS)
+    assert log["moe/dispatch_bytes"] == log["moe/dispatch_bytes_layer_1"] == 2000
+    assert "moe/rerouted_share" not in log
     scores = torch.softmax(torch.tensor([0.0] * 7 + [2.0], dtype=torch.float64), 0)
     entropy = -(scores * scores.log()).sum().item()
     assert log["moe/entropy_layer_1"] == pytest.approx(entropy)
@@ -143,3 +146,16 @@ def test_router_without_state_is_left_alone():
     balance.update()
     assert torch.equal(parts.params["router.weight"], before)
     assert balance.counts.sum() == SEQUENCE * SAMPLES * PLAIN.topk
+
+
+def test_rerouted_and_dropped_shares_are_of_all_choices():
+    shape = replace(PLAIN, topk=1, pre_softmax=True, capacity_factor=2.0, reroute_candidates=1)
+    weight = torch.zeros(EXPERTS, 16)
+    weight[3, 0], weight[5, 0] = 2.0, 1.0  # every token to expert 3, then 5
+    x = torch.ones(SEQUENCE, SAMPLES, 16, dtype=torch.float64)
+    balance = step_of(build_parts(shape, weight), [x, x], shape)
+    sums = {name: float(value) for name, value in balance.log_sums().items()}
+    log = log_scalars(shape, sums, 2)
+    tokens, room = SEQUENCE * SAMPLES, 9
+    assert log["moe/rerouted_share"] == pytest.approx(room / tokens)
+    assert log["moe/dropped_share"] == pytest.approx((tokens - 2 * room) / tokens)

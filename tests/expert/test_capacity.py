@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.errors import UserError
-from megatron_lite.expert.capacity import expert_capacity, kept_choices
+from megatron_lite.expert.capacity import Choices, expert_capacity, place_choices
 from megatron_lite.expert.dispatch import run_experts
 from megatron_lite.expert.router import route_tokens
 from tests.expert import routing_reference as reference
@@ -29,11 +29,11 @@ from tests.expert.routing_parts import (
 TWO = replace(PLAIN, num_experts=2, topk=1, pre_softmax=True)
 
 
-def route_four(factor, policy):
+def route_four(factor, policy, tried=0):
     """Four tokens that all prefer expert 0, with probabilities .9, .6, .8, .7."""
     wanted = torch.tensor([0.9, 0.6, 0.8, 0.7], dtype=torch.float64)
     logits = torch.stack([wanted.log(), (1 - wanted).log()], dim=1)
-    shape = replace(TWO, capacity_factor=factor, drop_policy=policy)
+    shape = replace(TWO, capacity_factor=factor, drop_policy=policy, reroute_candidates=tried)
     mb = context(Sink(), torch.arange(4), samples=1)
     # Tokens are their own logits, the router is the identity.
     parts = build_parts(shape, torch.eye(2, dtype=torch.float64))
@@ -59,6 +59,24 @@ def test_c064_policies_keep_their_two_tokens(policy, ids):
     assert record.dropped.tolist() == [2, 0]
     assert record.counts.tolist() == [4, 0]  # the choice, before dropping
     assert (routing.probs.flatten() == 0).tolist() == [e < 0 for e in ids]
+
+
+@pytest.mark.parametrize(
+    ("policy", "ids", "weights"),
+    [("probs", [0, 1, 0, 1], [0.9, 0.4, 0.8, 0.3]), ("position", [0, 0, 1, 1], [0.9, 0.6, 0.2, 0.3])],
+)
+def test_overflow_goes_to_the_next_expert_at_its_score(policy, ids, weights):
+    routing, record = route_four(1.0, policy, tried=1)
+    assert routing.ids.flatten().tolist() == ids
+    assert routing.probs.flatten().tolist() == pytest.approx(weights)
+    assert record.dropped.tolist() == [0, 0] and record.rerouted == 2
+    assert record.counts.tolist() == [4, 0]  # the choice, before anything moves
+
+
+def test_overflow_that_finds_no_room_is_dropped():
+    routing, record = route_four(0.5, "probs", tried=1)  # one room each: .9 there, .4 of .6 here
+    assert routing.ids.flatten().tolist() == [0, 1, -1, -1]
+    assert record.dropped.tolist() == [2, 0] and record.rerouted == 1
 
 
 def test_c064_unknown_policy_is_the_users_fault():
@@ -141,7 +159,10 @@ def test_every_expert_keeps_as_many_as_fit(data):
     ids = torch.tensor([data.draw(st.permutations(range(experts)))[:k] for _ in range(tokens)])
     level = st.sampled_from([0.0, 0.25, 0.5])  # few, so that many are equal
     weights = torch.tensor([[data.draw(level) for _ in range(k)] for _ in range(tokens)])
-    kept = kept_choices(ids, weights, experts, capacity, policy)
+    nothing = ids[:, :0]
+    placed = place_choices(Choices(ids, weights, nothing, nothing), experts, capacity, policy)
+    kept = placed >= 0
+    assert torch.equal(placed[kept], ids[kept])
     counts = torch.bincount(ids.flatten(), minlength=experts)
     kept_counts = torch.bincount(ids[kept], minlength=experts)
     assert torch.equal(kept_counts, counts.clamp(max=capacity))
@@ -156,3 +177,59 @@ def test_every_expert_keeps_as_many_as_fit(data):
                 else:
                     first = (-weights[token, slot].item(), token)
                     assert first < (-weights[other, place].item(), other)
+
+
+@st.composite
+def reroute_cases(draw):
+    experts = draw(st.integers(2, EXPERTS))
+    k = draw(st.integers(1, experts - 1))
+    tried = draw(st.integers(1, experts - k))
+    tokens = draw(st.integers(1, 12))
+    wanted = [draw(st.permutations(range(experts)))[: k + tried] for _ in range(tokens)]
+    for row in wanted:  # groups may allow fewer
+        end = draw(st.integers(k, k + tried))
+        row[end:] = [-1] * (k + tried - end)
+    level = st.sampled_from([0.0, 0.25, 0.5])
+    weights = [[draw(level) for _ in row] for row in wanted]
+    policy = draw(st.sampled_from(["probs", "position"]))
+    return wanted, weights, experts, k, draw(st.integers(1, 12)), policy
+
+
+@given(reroute_cases())
+def test_rerouting_equals_the_plain_reference(case):
+    wanted, weights, experts, k, capacity, policy = case
+    ids, levels = torch.tensor(wanted), torch.tensor(weights)
+    choices = Choices(ids[:, :k], levels[:, :k], ids[:, k:], levels[:, k:])
+    placed = place_choices(choices, experts, capacity, policy).tolist()
+    assert placed == reference.place(wanted, weights, experts, k, capacity, policy)
+    for row in placed:
+        there = [expert for expert in row if expert >= 0]
+        assert len(set(there)) == len(there)
+
+
+@pytest.mark.parametrize("name", ["post", "pre", "sigmoid_groups", "sqrtsoftplus", "pre_groups"])
+def test_rerouted_weights_and_gradients_are_those_of_the_experts_in_charge(name):
+    shape = replace(SHAPES[name], balancing=(), z_loss_coeff=0.0)  # they add to the gradient
+    shape = replace(shape, capacity_factor=0.75, reroute_candidates=2)
+    parts, x = build_parts(shape), build_tokens().requires_grad_()
+    mb = context(Sink())
+    routing = route_tokens(parts, x, mb)
+    record = mb.losses.routing[1]
+    assert record.rerouted > 0 and record.dropped.sum() > 0
+    plain, by_hand = build_parts(SHAPES[name]), build_tokens().requires_grad_()
+    logits = by_hand.flatten(0, 1) @ plain.params["router.weight"].detach().T
+    first = route_tokens(plain, build_tokens(), context(Sink())).ids
+    rows = []
+    for token, ids, before in zip(logits, routing.ids.tolist(), first.tolist(), strict=True):
+        if shape.is_limited:
+            size = shape.num_experts // shape.num_groups
+            assert {e // size for e in ids if e >= 0} <= {e // size for e in before}
+        final = [new if new >= 0 else old for new, old in zip(ids, before, strict=True)]
+        weights = reference.weights_of(reference.score_list(token, shape), final, shape)
+        rows.append(torch.stack([w * (e >= 0) for w, e in zip(weights, ids, strict=True)]))
+    probs = torch.stack(rows)
+    torch.testing.assert_close(routing.probs, probs, rtol=1e-12, atol=1e-15)
+    cotangent = torch.cos(torch.arange(probs.numel()).double()).view_as(probs)
+    (routing.probs * cotangent).sum().backward()
+    (probs * cotangent).sum().backward()
+    torch.testing.assert_close(x.grad, by_hand.grad, rtol=1e-9, atol=1e-12)

@@ -18,7 +18,13 @@ MIXTURE = (
     "--hidden-dropout 0 --attention-dropout 0"
 ).split()
 LOSSES = ("moe_aux_loss", "moe_z_loss")
-SHARES = ("moe/dropped_share", "moe/padded_share", "moe/entropy", "moe/busiest_over_mean")
+SHARES = (
+    "moe/dropped_share",
+    "moe/padded_share",
+    "moe/dispatch_bytes",
+    "moe/entropy",
+    "moe/busiest_over_mean",
+)
 
 
 def run(path: Path, ranks: int, words: str) -> tuple[list[dict[str, Any]], str]:
@@ -59,3 +65,20 @@ def test_rows_and_log_line_tell_what_the_routers_did(tmp_path: Path) -> None:
 def test_layers_keep_to_themselves_unless_asked(tmp_path: Path) -> None:
     whole, _ = run(tmp_path / "one.jsonl", 1, "")
     assert not [key for row in whole for key in row if "_layer_" in key]
+
+
+def test_dispatched_bytes_and_the_time_of_the_exchanges_are_told(tmp_path: Path) -> None:
+    words = (
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type {} --moe-reroute-candidates 1 "
+        "--timing-log-level 2"
+    )
+    exchanged, printed = run(tmp_path / "a.jsonl", 2, words.format("alltoall"))
+    gathered, _ = run(tmp_path / "b.jsonl", 2, words.format("allgather"))
+    assert re.search(r"moe-dispatch \.+: \(\d", printed)
+    for row, other in zip(exchanged, gathered, strict=True):
+        # Every token goes to the other rank.
+        whole = 2 * 4 * 16 * 32 * 8  # layers, samples, positions, channels, bytes of fp64
+        assert other["moe/dispatch_bytes"] == whole
+        # top-2 of 4 experts in two halves: each token's choices less what is dropped.
+        assert 0 < row["moe/dispatch_bytes"] <= 2 * whole
+        assert 0 < row["moe/rerouted_share"] < 1

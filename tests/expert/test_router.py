@@ -106,7 +106,7 @@ def test_gradient_through_the_scores(name):
     ids = choose_experts(token_scores(logits, shape), shape, parts.state("expert_bias"))
 
     def weights(logits):
-        return chosen_weights(token_scores(logits, shape), ids, shape)
+        return chosen_weights(logits, token_scores(logits, shape), ids, shape)
 
     assert torch.autograd.gradcheck(weights, logits.requires_grad_())
 

@@ -90,7 +90,9 @@ def test_gradient_of_the_losses_in_the_logits(name):
 
     def losses(logits):
         mixture = token_mixture(logits, token_scores(logits, shape), shape)
-        found = balance_losses(parts, mixture, MicrobatchCounts(own, parts), SAMPLES)
+        found = balance_losses(
+            parts, mixture, MicrobatchCounts(own, parts), SAMPLES, context(Sink())
+        )
         return (*found.values(), z_loss(logits, 0.001, 6))
 
     assert torch.autograd.gradcheck(losses, logits.requires_grad_())

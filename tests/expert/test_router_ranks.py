@@ -35,7 +35,7 @@ def test_slices_of_a_microbatch_are_routed_as_a_whole(rank_pool, whole, name, tp
         torch.testing.assert_close(
             result["grad_x"], wanted["grad_x"][positions], rtol=1e-11, atol=1e-13
         )
-    for key in ("grad_weight", "counts", "dropped"):
+    for key in ("grad_weight", "counts", "dropped", "rerouted"):
         total = sum(result[key] for result in results)
         torch.testing.assert_close(total, wanted[key], rtol=1e-11, atol=1e-13)
     for term, value in wanted["losses"].items():
@@ -45,6 +45,7 @@ def test_slices_of_a_microbatch_are_routed_as_a_whole(rank_pool, whole, name, tp
 
 def test_capacity_cases_drop_something(whole):
     assert all(whole(name)["dropped"].sum() > 0 for name in SLICED if "capacity" in name)
+    assert all(whole(name)["rerouted"] > 0 for name in SLICED if "reroute" in name)
 
 
 def test_router_talks_only_where_a_decision_needs_the_microbatch(rank_pool):
@@ -61,4 +62,6 @@ def test_router_talks_only_where_a_decision_needs_the_microbatch(rank_pool):
     assert records("sigmoid") == [per_sample]  # one for all three losses
     k = SLICED["capacity_probs"].topk
     assert records("capacity_probs") == [per_sample, ("all_gather", 2 * k * tokens + SEQUENCE)]
+    wide = 2 * (SLICED["capacity_reroute"].topk + 3)
+    assert records("capacity_reroute") == [("all_gather", wide * tokens + SEQUENCE)]
     assert records("sinkhorn") == [("all_gather", EXPERTS * tokens + SEQUENCE)]

@@ -65,10 +65,11 @@ MIXTURES: Mapping[str, str] = {
         "--moe-shared-expert-intermediate-size 16 --mtp-num-layers 1 "
         "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001"
     ),
-    "biased": (  # biases of experts, a gated shared expert, capacity
+    "biased": (  # biases of experts, a gated shared expert, capacity with rerouting
         f"{_SIZES} {_GROUPED} --ffn-hidden-size 48 --max-position-embeddings 32 --openai-gelu "
         "--hidden-dropout 0.1 --attention-dropout 0 --num-experts 8 --moe-ffn-hidden-size 24 "
         "--moe-router-topk 1 --moe-router-pre-softmax --moe-expert-capacity-factor 1.0 "
+        "--moe-reroute-candidates 2 "
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate "
         "--moe-input-jitter-eps 0.01 --moe-aux-loss-coeff 0.01"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -68,6 +69,22 @@ def test_without_a_measured_timer_nothing_is_gathered() -> None:
         raise AssertionError("gathered")
 
     assert Timers({"fine": 2}, 0).table(gather) == ""
+
+
+def test_two_threads_time_the_same_part_at_once() -> None:
+    timers = Timers({"exchange": 0}, 0)
+    inside = threading.Barrier(2)
+
+    def wait() -> None:
+        with timers.measure("exchange"):
+            inside.wait(timeout=30)
+
+    other = threading.Thread(target=wait)
+    other.start()
+    wait()
+    other.join()
+    (milliseconds,) = timers.read_ms()
+    assert milliseconds > 0
 
 
 def test_misuse_is_told() -> None:

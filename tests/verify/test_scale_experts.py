@@ -29,6 +29,11 @@ USER = (
             "--expert-tensor-parallel-size 1 --num-attention-heads 64",
             "--expert-model-parallel-size 2",
         ),
+        ("--moe-router-topk 8", "--moe-router-topk 4"),
+        (
+            "--moe-expert-capacity-factor 1 --moe-reroute-candidates 20 --moe-router-topk 8",
+            "--moe-reroute-candidates 4",
+        ),
         ("--moe-router-topk 64", "--moe-router-topk 8"),
         (
             "--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk 8",
