@@ -117,15 +117,17 @@ def sinkhorn_fault(f: Facts) -> str:
 def rerouting_fault(f: Facts) -> str:
     """What is wrong with the experts that an overflowing choice tries; empty if nothing is."""
     config, experts = f.config, f.number("num_experts")
-    tried, spare = config.moe_reroute_candidates, experts - config.moe_router_topk
+    groups, chosen = config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
+    allowed, tried = experts // groups * chosen, config.moe_reroute_candidates
+    spare = allowed - config.moe_router_topk
     if tried == 0:
         return ""
     if config.moe_expert_capacity_factor is None:
         return f"{REROUTE} {tried} needs --moe-expert-capacity-factor: nothing overflows without"
     if not 0 < tried <= spare:
         return (
-            f"{REROUTE} {tried} must lie in 0..{spare}, the experts that a token does not choose "
-            f"(--num-experts {experts} less {TOPK} {config.moe_router_topk})"
+            f"{REROUTE} {tried} must lie in 0..{spare}, the experts that a token may choose and "
+            f"does not ({allowed} less {TOPK} {config.moe_router_topk})"
         )
     return ""
 

@@ -45,7 +45,9 @@ def scale_experts(config: Config, num_layers: int, tp: int) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": (
             None if config.moe_shared_expert_intermediate_size is None else width
         ),
-        "moe_reroute_candidates": min(config.moe_reroute_candidates, experts - topk),
+        "moe_reroute_candidates": min(
+            config.moe_reroute_candidates, experts // (groups or 1) * (chosen or 1) - topk
+        ),
         "moe_layer_freq": scale_layers(config, num_layers),
     }
 

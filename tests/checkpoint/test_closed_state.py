@@ -109,7 +109,8 @@ def test_flags_of_checkpoints_and_logging_are_known() -> None:
         "allow_missing_checkpoint allow_resume_change async_save check_weights_hash ckpt_allow "
         "ckpt_allow_unsafe_publish ckpt_staging_dir "
         "ckpt_fully_parallel_save ckpt_step exit_on_missing_checkpoint finetune keep_last load "
-        "max_failed_saves mean_time_between_failures no_load_optim no_save_optim overwrite_save "
+        "max_failed_saves mean_time_between_failures moe_upcycling_granularity moe_use_upcycling "
+        "no_load_optim no_save_optim overwrite_save "
         "pretrained_checkpoint save save_failure_policy save_interval save_retain_interval "
         "use_checkpoint_args use_mp_args_from_checkpoint_args verify_resume"
     )

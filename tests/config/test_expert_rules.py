@@ -76,7 +76,12 @@ BAD = {
     ),
     "rerouting-has-candidates": (
         "--moe-expert-capacity-factor 1 --moe-reroute-candidates 7",
-        ["--moe-reroute-candidates 7 must lie in 0..6, the experts that a token does not choose"],
+        ["--moe-reroute-candidates 7 must lie in 0..6", "(8 less --moe-router-topk 2)"],
+    ),
+    "rerouting-inside-groups": (
+        "--moe-expert-capacity-factor 1 --moe-reroute-candidates 3 --moe-router-num-groups 4 "
+        "--moe-router-group-topk 2",
+        ["--moe-reroute-candidates 3 must lie in 0..2"],
     ),
     "running-form": (
         "--moe-global-aux-loss-form running",

@@ -29,9 +29,9 @@ SLICED = {
     "sinkhorn": replace(SHAPES["post"], sinkhorn=True, balancing=(), topk=1),
     "capacity_probs": replace(SHAPES["sigmoid"], capacity_factor=0.75),
     "capacity_position": replace(SHAPES["pre"], capacity_factor=0.75, drop_policy="position"),
-    "capacity_reroute": replace(SHAPES["sigmoid_groups"], capacity_factor=0.75, reroute_candidates=3),
+    "capacity_reroute": replace(SHAPES["pre"], capacity_factor=0.75, reroute_candidates=3),
     "sinkhorn_reroute": replace(
-        SHAPES["post"], sinkhorn=True, balancing=(), capacity_factor=0.5, reroute_candidates=1
+        SHAPES["post"], sinkhorn=True, balancing=(), capacity_factor=1.0, reroute_candidates=1
     ),
 }
 STATEFUL = replace(

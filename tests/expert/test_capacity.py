@@ -63,7 +63,10 @@ def test_c064_policies_keep_their_two_tokens(policy, ids):
 
 @pytest.mark.parametrize(
     ("policy", "ids", "weights"),
-    [("probs", [0, 1, 0, 1], [0.9, 0.4, 0.8, 0.3]), ("position", [0, 0, 1, 1], [0.9, 0.6, 0.2, 0.3])],
+    [
+        ("probs", [0, 1, 0, 1], [0.9, 0.4, 0.8, 0.3]),
+        ("position", [0, 0, 1, 1], [0.9, 0.6, 0.2, 0.3]),
+    ],
 )
 def test_overflow_goes_to_the_next_expert_at_its_score(policy, ids, weights):
     routing, record = route_four(1.0, policy, tried=1)
@@ -207,7 +210,7 @@ def test_rerouting_equals_the_plain_reference(case):
         assert len(set(there)) == len(there)
 
 
-@pytest.mark.parametrize("name", ["post", "pre", "sigmoid_groups", "sqrtsoftplus", "pre_groups"])
+@pytest.mark.parametrize("name", ["post", "pre", "sigmoid_one_group", "sqrtsoftplus", "pre_groups"])
 def test_rerouted_weights_and_gradients_are_those_of_the_experts_in_charge(name):
     shape = replace(SHAPES[name], balancing=(), z_loss_coeff=0.0)  # they add to the gradient
     shape = replace(shape, capacity_factor=0.75, reroute_candidates=2)

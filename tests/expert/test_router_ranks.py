@@ -63,5 +63,5 @@ def test_router_talks_only_where_a_decision_needs_the_microbatch(rank_pool):
     k = SLICED["capacity_probs"].topk
     assert records("capacity_probs") == [per_sample, ("all_gather", 2 * k * tokens + SEQUENCE)]
     wide = 2 * (SLICED["capacity_reroute"].topk + 3)
-    assert records("capacity_reroute") == [("all_gather", wide * tokens + SEQUENCE)]
+    assert records("capacity_reroute") == [per_sample, ("all_gather", wide * tokens + SEQUENCE)]
     assert records("sinkhorn") == [("all_gather", EXPERTS * tokens + SEQUENCE)]

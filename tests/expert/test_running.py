@@ -45,7 +45,9 @@ def by_hand(rank, world_size):
         for index in range(NUMBER):
             for other in range(world_size):
                 x = build_tokens(seed=100 * step + 10 * index + other)
-                for row in reference.route(x.flatten(0, 1) @ weight.T, PLAIN, SAMPLES, None, None)[0]:
+                for row in reference.route(x.flatten(0, 1) @ weight.T, PLAIN, SAMPLES, None, None)[
+                    0
+                ]:
                     for expert in row:
                         counts[expert] += 1
             x = build_tokens(seed=100 * step + 10 * index + rank).requires_grad_()
