@@ -20,6 +20,7 @@ from megatron_lite.shard.buckets import MainGradients
 from megatron_lite.shard.buffers import FlatBuffers, trained
 from megatron_lite.shard.flat import FlatLayout, build_layout, default_bucket_size
 from megatron_lite.shard.gather import ResidentWeights, build_weights
+from megatron_lite.shard.host_memory import return_large_blocks
 from megatron_lite.shard.ownership import build_ownership
 from megatron_lite.shard.units import unit_rule
 from megatron_lite.train.pipeline import Pipeline
@@ -63,6 +64,8 @@ def build_data_axis(
         unit_of=unit_rule(sharding, parts),
     )
     buffers = FlatBuffers(layout, params, coordinates, plan.parallel, plan.precision, ownership)
+    if sharding.stage == 3 and buffers.device.type == "cpu":
+        return_large_blocks()
     gathered = build_weights(
         buffers,
         [part.uses for part in parts],

@@ -88,7 +88,7 @@ def _fully_shard(model: PlainModel) -> None:
 
 
 def _deepspeed_step(stage: int, size: Size, stream: Tensor) -> Step:
-    import deepspeed  # type: ignore[import-not-found]
+    import deepspeed
 
     deepspeed.init_distributed(
         "gloo",
