@@ -1,4 +1,9 @@
-"""Mixtures of experts (MOE): balance means the same in every layout, and moves once per step."""
+"""Mixtures of experts (MOE): balance means the same in every layout, and moves once per step.
+
+C062 asks for context parallelism, too: its layouts join by `with_axes({"cp"})`, which finds
+none before that axis exists. Accumulation varies through DP: what is balanced is a microbatch,
+so its size is fixed.
+"""
 
 import numpy as np
 import pytest
@@ -107,3 +112,14 @@ def test_c066_bias_moves_by_the_counts_of_the_global_batch_once_per_step(
                 assert values == told["bias"][layer], (setting, layer)
         assert seen == bias.keys()
     assert any(any(values) for values in bias.values())
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[REFERENCE], LAYOUTS["pp2"], EP2], ids=lambda p: p.name)
+@pytest.mark.parametrize("pattern", ["*.layers.1.mlp.router.*", "*.layers.1.*"])
+def test_a_frozen_router_keeps_its_bias_in_every_layout(
+    rank_pool: RankPool, layout: Layout, pattern: str
+) -> None:
+    argv = [*LLAMA, *RUN, *MIXTURE, *BIAS, *layout.flags, "--freeze", pattern]
+    results = rank_pool.run(layout.ranks, biases_by_step, argv=argv, steps=2, evaluates=False)
+    moved = {layer: any(b) for result in results for layer, b in result[-1]["bias"].items()}
+    assert moved == {0: True, 1: False, 2: True, 3: True}
