@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lite.verify.session import Layout
 from tests.cases.layouts import LAYOUTS, REFERENCE, with_axes
-from tests.cases.moe_ranks import biases_by_step
+from tests.cases.moe_ranks import biases_by_step, notes_of_frozen_routers
 from tests.cases.ranks import gathered, masked_steps
 from tests.pool import RankPool
 from tests.train.program import LLAMA, RUN
@@ -123,3 +123,17 @@ def test_a_frozen_router_keeps_its_bias_in_every_layout(
     results = rank_pool.run(layout.ranks, biases_by_step, argv=argv, steps=2, evaluates=False)
     moved = {layer: any(b) for result in results for layer, b in result[-1]["bias"].items()}
     assert moved == {0: True, 1: False, 2: True, 3: True}
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[REFERENCE], LAYOUTS["pp2"]], ids=lambda p: p.name)
+def test_the_start_tells_how_many_routers_are_frozen(rank_pool: RankPool, layout: Layout) -> None:
+    argv = [*LLAMA, *RUN, *MIXTURE, *BIAS, *layout.flags, "--freeze"]
+    told = "--freeze: 2 of 4 routers are frozen, and their expert_bias with them"
+    for pattern in ("*.layers.[13].*", "*.layers.[13].mlp.router.weight"):
+        results = rank_pool.run(layout.ranks, notes_of_frozen_routers, argv=[*argv, pattern])
+        assert [len(notes) for notes in results] == [1] * layout.ranks
+        assert all(note.startswith(told) for (note,) in results)
+    for notes in rank_pool.run(
+        layout.ranks, notes_of_frozen_routers, argv=[*argv, "*.linear_fc2.weight"]
+    ):
+        assert not notes
