@@ -126,12 +126,15 @@ def run_rank(
     config = parse_config(argv, os.environ)
     check_config(config, world_size)
     info = WorldInfo(rank, world_size, rank, world_size, launcher="pool")
+    watching: AbstractContextManager[list[float]] = nullcontext([])
+    if watch:
+        watching = watched_choices()
     recorder = Recorder() if measure else None
     counter = build_flop_counter() if measure else None
     with (
         contextlib.redirect_stdout(io.StringIO()),
         _planted(fault),
-        watched_choices() if watch else nullcontext([]) as gaps,
+        watching as gaps,
         build_run(config, info, RunStatus(), recorder) as (parts, state),
     ):
         if recorder is not None:
