@@ -44,8 +44,9 @@ from megatron_lite.checkpoint.merge import (
     search_weights,
 )
 from megatron_lite.checkpoint.places import check_save_place
+from megatron_lite.checkpoint.resume import Change, state_differences
 from megatron_lite.checkpoint.stores import directory_only
-from megatron_lite.config.architecture import architecture_facts
+from megatron_lite.config.architecture import EXPERT_FIELDS, architecture_facts
 from megatron_lite.config.schema import Config, DataConfig, flag_fields
 from megatron_lite.data.exits import run_tool
 from megatron_lite.errors import UserError
@@ -120,10 +121,27 @@ def check_alike(models: Sequence[Model]) -> None:
     first = models[0]
     for other in models[1:]:
         ours, theirs = (_facts_of(model) for model in (first, other))
-        fields = [name for name in ours if name in theirs and ours[name] != theirs[name]]
-        if fields:
-            lines = [f"\n  {name}: {ours[name]!r}, {theirs[name]!r}" for name in fields]
+        both = [name for name in ours if name in theirs]
+        changes = state_differences({n: ours[n] for n in both}, {n: theirs[n] for n in both})
+        if changes:
+            lines = [f"\n  {_told(change)}" for change in changes]
             raise UserError(f"{first.place} and {other.place} differ in{''.join(lines)}")
+
+
+def _told(change: Change) -> str:
+    """A difference by the name of its configuration field, in one short line."""
+    field, _, inner = change.path.partition(".")
+    if field == "num_experts" and inner:
+        return f"{EXPERT_FIELDS[inner]}: {_short(change.saved)}, {_short(change.current)}"
+    return f"{change.path}: {_short(change.saved)}, {_short(change.current)}"
+
+
+def _short(value: Any) -> str:
+    """A value for a person; of what only one of the models has, no more than that it has it."""
+    if isinstance(value, Mapping):
+        return repr(value["num_experts"]) if "num_experts" in value else "set"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _facts_of(model: Model) -> dict[str, Any]:

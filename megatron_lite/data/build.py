@@ -285,7 +285,7 @@ class _Assembler:
         if not name:
             if self._eod is None:
                 raise UserError("--mock-data ends documents with EOD; this tokenizer has none")
-            mock = MockSource(self._vocab_size, self._eod)
+            mock = MockSource(self._vocab_size, self._eod, self._config.seq_length)
             self._sources[name] = (mock, mock.identity())
             return
         dataset = IndexedDataset(name, use_mmap=self._config.mmap_bin_files)

@@ -52,17 +52,20 @@ class MockSource:
     """Endless-looking data without files (`--mock-data`).
 
     100,000 documents of 1 to 4,095 tokens; token i of a document is (i + 1) % vocab_size
-    and the last one is EOD.
+    and the last one is EOD. Of samples shorter than 13 tokens it has fewer documents: an
+    epoch's samples are all indexed and shuffled at start, and there would be up to 200 million.
     """
 
     NUM_DOCUMENTS = 100_000
+    DOCUMENTS_PER_TOKEN = 8192  # of a sample: 17 million samples
     MAX_LENGTH = 4096
 
-    def __init__(self, vocab_size: int, eod: int) -> None:
+    def __init__(self, vocab_size: int, eod: int, sequence_length: int) -> None:
         self.name = "mock data"
-        self.lengths: NDArray[np.int32] = np.random.default_rng(0).integers(
+        lengths = np.random.default_rng(0).integers(
             1, self.MAX_LENGTH, self.NUM_DOCUMENTS, dtype=np.int32
         )
+        self.lengths: NDArray[np.int32] = lengths[: self.DOCUMENTS_PER_TOKEN * sequence_length]
         self._vocab_size = vocab_size
         self._eod = eod
         self._stream = (np.arange(self.MAX_LENGTH, dtype=np.int64) + 1) % vocab_size

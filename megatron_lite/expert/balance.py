@@ -2,9 +2,9 @@
 
 The bias in the choice of experts moves by a fixed rate towards the experts that were chosen
 less often than the mean, once per update; the global loss keeps the counts for the next
-step. Skipped steps and evaluations move nothing. One all-reduce carries the counts of all
-layers and the figures for the log. Source: Wang et al., "Auxiliary-loss-free load balancing
-strategy for mixture-of-experts" (2024).
+step. Skipped steps and evaluations move nothing, and a frozen router keeps its bias. One
+all-reduce carries the counts of all layers and the figures for the log. Source: Wang et al.,
+"Auxiliary-loss-free load balancing strategy for mixture-of-experts" (2024).
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ class Balance:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move every router's bias and keep its counts; call after a successful update."""
+        """Move the bias of every router that trains, and keep the counts of all.
+
+        Call after a successful update.
+        """
         rate = self.shape.bias_update_rate
         for part, counts in zip(self.parts, self.counts, strict=True):
             bias, kept = part.state("expert_bias"), part.state("expert_counts")
-            if bias is not None:
+            if bias is not None and part.params["router.weight"].requires_grad:
                 # Whole numbers: compared with the mean without rounding it.
                 direction = torch.sign(counts.sum() - counts * self.shape.num_experts)
                 bias.add_(direction.to(bias.dtype), alpha=rate)

@@ -82,39 +82,49 @@ def place_choices(choices: Choices, num_experts: int, capacity: int, policy: str
         )
     by_weight = policy == "probs"
     ids = choices.ids
-    ranks = _queue(ids.flatten(), choices.weights.flatten() if by_weight else None, num_experts)
-    placed = torch.where(ranks.view(ids.shape) < capacity, ids, -1)
-    room = capacity - _count(placed, num_experts)
+    room = torch.full((num_experts,), capacity, dtype=torch.int64, device=ids.device)
+    first = choices.weights.flatten() if by_weight else None
+    placed = torch.where(admitted(ids.flatten(), first, room).view(ids.shape), ids, -1)
     for wanted, weights in zip(choices.spare.T, choices.spare_weights.T, strict=True):
+        room = capacity - _count(placed, num_experts)
         waiting = placed < 0
-        wanted = torch.where(waiting.any(1), wanted, -1)
-        ranks = _queue(wanted, weights if by_weight else None, num_experts)
-        found = (wanted >= 0) & (ranks < room[wanted.clamp(min=0)])
+        asking = torch.where(waiting.any(1), wanted, -1)
+        found = admitted(asking, weights if by_weight else None, room)
         slot = waiting.int().argmax(1, keepdim=True)
-        here = torch.where(found.unsqueeze(1), wanted.unsqueeze(1), placed.gather(1, slot))
+        here = torch.where(found.unsqueeze(1), asking.unsqueeze(1), placed.gather(1, slot))
         placed = placed.scatter(1, slot, here)
-        room -= _count(torch.where(found, wanted, -1), num_experts)
     return placed
+
+
+def admitted(ids: Tensor, weights: Tensor | None, room: Tensor) -> Tensor:
+    """Tell whom experts let in.
+
+    Args:
+        ids: [n] int64, the expert that each asks; -1: none.
+        weights: [n], the larger ones go first; None, or where equal: in order.
+        room: [E] int64.
+
+    Returns:
+        [n] bool.
+    """
+    order = torch.arange(ids.numel(), device=ids.device)
+    if weights is not None:
+        order = torch.argsort(weights, descending=True, stable=True)
+    # Stable: within an expert the order above stays.
+    order = order[torch.argsort(ids[order], stable=True)]
+    counts = _count(ids, room.numel())
+    asked = ids[order].clamp(min=0)
+    first = (ids < 0).sum() + counts.cumsum(0) - counts  # those who ask none come first
+    place = torch.arange(ids.numel(), device=ids.device) - first[asked]
+    inside = torch.empty_like(ids, dtype=torch.bool)
+    inside[order] = (ids[order] >= 0) & (place < room[asked])
+    return inside
 
 
 def _count(ids: Tensor, num_experts: int) -> Tensor:
     """How often each expert occurs, [E] int64; -1 is none."""
     bins = ids.new_zeros(num_experts + 1)
     return bins.scatter_add_(0, ids.flatten() + 1, torch.ones_like(ids.flatten()))[1:]
-
-
-def _queue(ids: Tensor, weights: Tensor | None, num_experts: int) -> Tensor:
-    """Places of [n] in the queues of their experts, by weight, then by order; 0 is the first."""
-    order = torch.arange(ids.numel(), device=ids.device)
-    if weights is not None:
-        order = torch.argsort(weights, descending=True, stable=True)
-    # Stable: within an expert the order above stays.
-    order = order[torch.argsort(ids[order], stable=True)]
-    counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids + 1, torch.ones_like(ids))
-    first = counts.cumsum(0) - counts
-    places = torch.empty_like(ids)
-    places[order] = torch.arange(ids.numel(), device=ids.device) - first[ids[order] + 1]
-    return places
 
 
 def limit_capacity(

@@ -138,8 +138,13 @@ def token_mixture(logits: Tensor, scores: Tensor, shape: ExpertShape) -> Tensor:
     return scores if shape.pre_softmax and not shape.sinkhorn else logits.softmax(-1)
 
 
-def largest(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k largest along the last dim, the lower one first where equal."""
+def largest(scores: Tensor, k: int, further: int = 0) -> Tensor:
+    """Indices of the k largest along the last dim, the lower one first where equal.
+
+    Args:
+        further: so many of the next largest behind them.
+    """
+    k += further
     if scores.device.type != "cpu":
         return _sorted(scores)[..., :k]
     # topk costs a quarter of the sort but leaves open which of equal scores it takes: where
@@ -176,7 +181,7 @@ def choose_experts(scores: Tensor, shape: ExpertShape, bias: Tensor | None) -> T
         allowed = torch.zeros_like(best, dtype=torch.bool)
         allowed.scatter_(1, largest(best, shape.group_topk), True)
         scores = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)
-    chosen = largest(scores, shape.topk + shape.reroute_candidates)
+    chosen = largest(scores, shape.topk, shape.reroute_candidates)
     if shape.is_limited and shape.reroute_candidates:
         chosen = chosen.masked_fill(scores.gather(1, chosen).isneginf(), -1)
     return chosen
@@ -187,11 +192,11 @@ def _choose_balanced(
     parts: ExpertParts, logits: Tensor, length: int, mb: MicrobatchContext
 ) -> Tensor:
     """Choose by Sinkhorn's assignment of the microbatch; outside training by the logits."""
-    wanted = parts.shape.topk + parts.shape.reroute_candidates
+    k, further = parts.shape.topk, parts.shape.reroute_candidates
     if not mb.training:
-        return largest(logits, wanted)
+        return largest(logits, k, further)
     every, mine = gather_rows(logits, parts, length, mb)
-    return largest(sinkhorn(every)[mine], wanted)
+    return largest(sinkhorn(every)[mine], k, further)
 
 
 def chosen_weights(logits: Tensor, scores: Tensor, ids: Tensor, shape: ExpertShape) -> Tensor:

@@ -66,6 +66,7 @@ def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
         data=describe_data(parts, tokenizer),
         warnings=[
             *notices(parts.config, groups.world.size),
+            *frozen_routers(parts),
             *telemetry.warnings,
             *([parts.native_warning] if parts.native_warning else []),
             *([parts.pipeline.warning] if parts.pipeline.warning else []),
@@ -94,6 +95,21 @@ def active_parameters(parts: Parts) -> int:
         return dense
     stacked = sum(spec.elements for spec in parts.specs if spec.grid == "expert")
     return dense + stacked // experts.num_experts * experts.topk
+
+
+def frozen_routers(parts: Parts) -> list[str]:
+    """Tell that the biases of frozen routers do not move, where there are any."""
+    experts = parts.plan.model.experts
+    if experts is None or not experts.expert_bias:
+        return []
+    routers = [spec.name for spec in parts.specs if spec.name.endswith(".mlp.router.weight")]
+    frozen = [name for name in routers if name in parts.optimizer.recipe.frozen]
+    if not frozen:
+        return []
+    return [
+        f"--freeze: {len(frozen)} of {len(routers)} routers are frozen, and their expert_bias with "
+        "them (--moe-router-enable-expert-bias)"
+    ]
 
 
 def count_layers(parts: Parts) -> int:

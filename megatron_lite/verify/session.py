@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -50,12 +51,15 @@ class RankShare:
         gemm_flops: counted by torch over the whole run; 0 when not asked for.
         collectives: (op, group, elements) in order; empty when not asked for.
         weights: (name, offset of the held region, sha256 of its bits) after the last step.
+        closest_choice: smallest gap that decided between experts (`verify/choices.py`);
+            infinite when not watched.
     """
 
     elements: int
     gemm_flops: int
     collectives: tuple[tuple[str, str, int], ...]
     weights: tuple[tuple[str, tuple[int, ...], str], ...]
+    closest_choice: float = math.inf
 
 
 def run_layout(
@@ -67,6 +71,7 @@ def run_layout(
     fault: str | None = None,
     measure: bool = False,
     dump: bool = True,
+    watch: bool = False,
     timeout_s: float = 120.0,
 ) -> tuple[RunRecord, list[RankShare]]:
     """Train with `flags` plus the layout's.
@@ -79,6 +84,7 @@ def run_layout(
         fault: "module:function" of a context manager that plants a bug on every rank.
         measure: count FLOPs and collectives (slower).
         dump: write every step's tensors, which takes collectives of its own.
+        watch: measure how close the choices of routers are.
         timeout_s: of the run.
 
     Returns:
@@ -99,12 +105,13 @@ def run_layout(
         argv=argv,
         fault=fault,
         measure=measure,
+        watch=watch,
     )
     return RunRecord(directory), shares
 
 
 def run_rank(
-    argv: Sequence[str], fault: str | None, measure: bool, rank: int, world_size: int
+    argv: Sequence[str], fault: str | None, measure: bool, watch: bool, rank: int, world_size: int
 ) -> RankShare:
     """One rank's part of `run_layout`; runs inside the pool."""
     from megatron_lite.config.flags import parse_config
@@ -113,16 +120,21 @@ def run_rank(
     from megatron_lite.mesh.recorder import Recorder
     from megatron_lite.train.build import build_run
     from megatron_lite.train.loop import train
+    from megatron_lite.verify.choices import watched_choices
     from megatron_lite.verify.flop_counter import build_flop_counter
 
     config = parse_config(argv, os.environ)
     check_config(config, world_size)
     info = WorldInfo(rank, world_size, rank, world_size, launcher="pool")
+    watching: AbstractContextManager[list[float]] = nullcontext([])
+    if watch:
+        watching = watched_choices()
     recorder = Recorder() if measure else None
     counter = build_flop_counter() if measure else None
     with (
         contextlib.redirect_stdout(io.StringIO()),
         _planted(fault),
+        watching as gaps,
         build_run(config, info, RunStatus(), recorder) as (parts, state),
     ):
         if recorder is not None:
@@ -135,7 +147,8 @@ def run_rank(
             for piece in parts.optimizer.weight_pieces()
         )
     sent = () if recorder is None else tuple((r.op, r.group, r.elements) for r in recorder.records)
-    return RankShare(elements, counter.get_total_flops() if counter else 0, sent, weights)
+    flops = counter.get_total_flops() if counter else 0
+    return RankShare(elements, flops, sent, weights, min(gaps, default=math.inf))
 
 
 def _digest(values: Tensor) -> str:

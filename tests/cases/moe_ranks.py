@@ -8,6 +8,7 @@ from megatron_lite.train.evaluate import evaluate
 from megatron_lite.train.parts import Parts
 from megatron_lite.train.state import TrainState
 from megatron_lite.train.step import TrainStep
+from megatron_lite.train.summary import frozen_routers
 from tests.train.program import build_and
 
 
@@ -36,4 +37,14 @@ def biases_by_step(
         return told
 
     found: list[dict[str, Any]] = build_and(use, argv, rank, world_size)
+    return found
+
+
+def notes_of_frozen_routers(argv: Sequence[str], rank: int, world_size: int) -> list[str]:
+    """What the start tells of them."""
+
+    def use(parts: Parts, state: TrainState, status: RunStatus) -> Any:
+        return frozen_routers(parts)
+
+    found: list[str] = build_and(use, argv, rank, world_size)
     return found

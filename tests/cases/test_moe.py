@@ -1,11 +1,16 @@
-"""Mixtures of experts (MOE): balance means the same in every layout, and moves once per step."""
+"""Mixtures of experts (MOE): balance means the same in every layout, and moves once per step.
+
+C062 asks for context parallelism, too: its layouts join by `with_axes({"cp"})`, which finds
+none before that axis exists. Accumulation varies through DP: what is balanced is a microbatch,
+so its size is fixed.
+"""
 
 import numpy as np
 import pytest
 
 from megatron_lite.verify.session import Layout
 from tests.cases.layouts import LAYOUTS, REFERENCE, with_axes
-from tests.cases.moe_ranks import biases_by_step
+from tests.cases.moe_ranks import biases_by_step, notes_of_frozen_routers
 from tests.cases.ranks import gathered, masked_steps
 from tests.pool import RankPool
 from tests.train.program import LLAMA, RUN
@@ -107,3 +112,28 @@ def test_c066_bias_moves_by_the_counts_of_the_global_batch_once_per_step(
                 assert values == told["bias"][layer], (setting, layer)
         assert seen == bias.keys()
     assert any(any(values) for values in bias.values())
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[REFERENCE], LAYOUTS["pp2"], EP2], ids=lambda p: p.name)
+@pytest.mark.parametrize("pattern", ["*.layers.1.mlp.router.*", "*.layers.1.*"])
+def test_a_frozen_router_keeps_its_bias_in_every_layout(
+    rank_pool: RankPool, layout: Layout, pattern: str
+) -> None:
+    argv = [*LLAMA, *RUN, *MIXTURE, *BIAS, *layout.flags, "--freeze", pattern]
+    results = rank_pool.run(layout.ranks, biases_by_step, argv=argv, steps=2, evaluates=False)
+    moved = {layer: any(b) for result in results for layer, b in result[-1]["bias"].items()}
+    assert moved == {0: True, 1: False, 2: True, 3: True}
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[REFERENCE], LAYOUTS["pp2"]], ids=lambda p: p.name)
+def test_the_start_tells_how_many_routers_are_frozen(rank_pool: RankPool, layout: Layout) -> None:
+    argv = [*LLAMA, *RUN, *MIXTURE, *BIAS, *layout.flags, "--freeze"]
+    told = "--freeze: 2 of 4 routers are frozen, and their expert_bias with them"
+    for pattern in ("*.layers.[13].*", "*.layers.[13].mlp.router.weight"):
+        results = rank_pool.run(layout.ranks, notes_of_frozen_routers, argv=[*argv, pattern])
+        assert [len(notes) for notes in results] == [1] * layout.ranks
+        assert all(note.startswith(told) for (note,) in results)
+    for notes in rank_pool.run(
+        layout.ranks, notes_of_frozen_routers, argv=[*argv, "*.linear_fc2.weight"]
+    ):
+        assert not notes

@@ -207,6 +207,34 @@ def test_unlike_inputs_are_refused_naming_the_difference(
     assert not (tmp_path / "out").exists()
 
 
+MIXTURE = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01")
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (("--num-experts", "8"), ["num_experts: 4, 8"]),
+        (("--moe-router-topk", "1", "--moe-router-pre-softmax"),
+         ["moe_router_pre_softmax: False, True", "moe_router_topk: 2, 1"]),
+        (("--moe-layer-freq", "2"), ["moe_layer_freq: [0, 1, 2, 3], [0, 2]"]),
+        (None, ["num_experts: 4, None"]),
+    ],
+)  # fmt: skip
+def test_unlike_mixtures_are_refused_in_one_short_line_each(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...] | None,
+    lines: list[str],
+) -> None:
+    other = () if words is None else (*MIXTURE, *words)
+    one = save_model(tmp_path / "one", random_weights(0, words=MIXTURE), *MIXTURE)
+    two = save_model(tmp_path / "two", random_weights(0, words=other), *other)
+    assert main([one, two, "--save", str(tmp_path / "out")]) == 2
+    first, *told = capsys.readouterr().err.splitlines()
+    assert first.endswith(f"{one} and {two} differ in")
+    assert [line.strip() for line in told] == lines
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

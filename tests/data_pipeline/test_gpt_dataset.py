@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.build import Datasets, build_datasets
-from megatron_lite.data.gpt_dataset import GPTDataset
+from megatron_lite.data.gpt_dataset import GPTDataset, MockSource
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.sample_index import SampleIndex
 from megatron_lite.data.splits import (
@@ -231,6 +231,21 @@ def test_mock_data_counts_and_ends_documents_with_eod() -> None:
         assert tail[0] == 99
     with pytest.raises(UserError, match="EOD"):
         build(Settings(mock_data=True), (8, 0, 0))
+
+
+def test_mock_data_of_short_samples_is_indexed_in_moments() -> None:
+    long = MockSource(100, 99, 13)
+    assert len(long.lengths) == MockSource.NUM_DOCUMENTS
+    for length in (1, 2, 12):
+        short = MockSource(100, 99, length)
+        np.testing.assert_array_equal(short.lengths, long.lengths[: len(short.lengths)])
+        samples = int(short.lengths.sum(dtype=np.int64)) // length
+        assert 16_000_000 < samples < 18_000_000
+    settings = Settings(mock_data=True, seq_length=1, split="1,0,0")
+    built = build(settings, (8, 0, 0), vocab_size=100, eod=99)
+    assert built.train is not None
+    sample = built.train[7]
+    assert sample.tokens.shape == sample.labels.shape == (1,)
 
 
 def test_fingerprint_names_what_fixes_the_order_and_nothing_else(tmp_path: Path) -> None:

@@ -139,6 +139,24 @@ def test_counts_as_the_mean_leave_the_bias_alone():
     assert torch.equal(parts.state("expert_bias"), before)
 
 
+def test_a_frozen_router_keeps_its_bias_and_counts_on():
+    shape = replace(STATEFUL, capacity_factor=None)
+    parts = [build_parts(shape, layer=layer) for layer in shape.layers]
+    parts[0].params["router.weight"].requires_grad_(False)
+    before = [part.state("expert_bias").clone() for part in parts]
+    sinks = []
+    for part in parts:
+        mb = context(Sink())
+        route_tokens(part, build_tokens(), mb)
+        sinks.append(mb.losses)
+    balance = start_balance(shape, parts, sinks, local_group("stage"), "cpu")
+    balance.update()
+    assert torch.equal(parts[0].state("expert_bias"), before[0])
+    assert not torch.equal(parts[1].state("expert_bias"), before[1])
+    for part, counts in zip(parts, balance.counts, strict=True):
+        assert torch.equal(part.state("expert_counts"), counts)
+
+
 def test_router_without_state_is_left_alone():
     parts = build_parts(PLAIN)
     before = parts.params["router.weight"].detach().clone()

@@ -2,7 +2,8 @@
 
 Muon orthogonalises logical matrices and Adafactor sums their rows and columns, so both have
 to find them whole behind shards, tensor pieces, shared KV heads, pipeline stages and stacks of
-experts; groups, decoupled rates and frozen parameters have to be the same on every rank.
+experts, each expert's by itself; groups, decoupled rates and frozen parameters have to be the
+same on every rank.
 """
 
 import dataclasses
@@ -88,6 +89,10 @@ MIXTURES: dict[str, tuple[str, tuple[Axis, ...]]] = {
         "mixtral",
         (*TP2_SP, data_axis(2), expert_axis(2, 2, "allgather"), sharded("optim")),
     ),
+    "ep2-etp1-optim": (
+        "mixtral",
+        (*TP2_SP, data_axis(2), expert_axis(2, 1), sharded("optim", "--overlap-param-gather")),
+    ),
     "ep2-etp1-params": (
         "qwen3-moe",
         (*TP2_SP, data_axis(2), expert_axis(2, 1), sharded("optim_grads_params")),
@@ -142,9 +147,29 @@ def test_updates_equal_those_of_one_process(
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor", "sgd-frozen"])
-@pytest.mark.parametrize("layout", FEW)
+@pytest.mark.parametrize("layout", [*FEW, "moe-ep2-etp2-optim", "moe-ep2-etp1-optim"])
 def test_updates_in_single_precision_stay_within_their_class(
     certifier_of: Certifiers, optimizer: str, layout: str
 ) -> None:
     limits = MATCH32 if optimizer == "sgd-frozen" else MATCH32_MATRICES
     assert not differences(certifier_of, optimizer, layout, "fp32", limits)[:8]
+
+
+PLANTED = {
+    "experts_orthogonalised_together": ((data_axis(2), expert_axis(2, needs="dp")), "dp"),
+    "slices_of_an_expert_orthogonalised_apart": ((tensor_axis(2),), "tp"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_experts_that_are_not_orthogonalised_one_by_one_are_named(
+    certifier_of: Certifiers, fault: str
+) -> None:
+    axes, named = PLANTED[fault]
+    extra = f"--num-layers 2 {OPTIMIZERS['muon']}"
+    certifier = certifier_of("mixtral", extra=extra, steps=3, batch=12, micro=1, limits=MATCH64)
+    planted = f"tests.parity.optimizer_faults:{fault}"
+    verdict = certifier.certify(axes, fault=planted, measure=False)
+    cause = verdict.causes[0]
+    assert (cause.axes, cause.first.phase) == ((named,), "update"), str(cause)
+    assert ".mlp.experts." in cause.first.name, str(cause)

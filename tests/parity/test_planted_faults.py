@@ -14,7 +14,7 @@ from megatron_lite.verify.axes import (
     sequence_axis,
     tensor_axis,
 )
-from tests.parity import faults, pipeline_faults
+from tests.parity import faults, multi_token_faults, pipeline_faults
 from tests.parity.conftest import Certifiers
 
 TP2, SP, DP2, MBS2 = tensor_axis(2), sequence_axis(), data_axis(2), microbatch_axis(2)
@@ -22,6 +22,8 @@ ALL = (TP2, SP, DP2, MBS2)
 NO_SP = (TP2, DP2, MBS2)
 PP2, ZB2 = pipeline_axis(2), pipeline_axis(2, "zb-h1")
 REPLICATED_KV = (tensor_axis(4), MBS2)
+DEPTH = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
+MODULES = (pipeline_faults, multi_token_faults, faults)
 
 pytestmark = pytest.mark.parity
 
@@ -157,6 +159,34 @@ PLANTED = (
         "run",
         r".*gradient contributions arrived",
     ),
+    Planted(
+        "embedding_copy_not_reduced",
+        "llama",
+        (PP2, DP2),
+        ("pp",),
+        "gradient",
+        r"embedding\.word_embeddings\.weight",
+        DEPTH,
+    ),
+    Planted(
+        "embedding_copy_counted_twice", "llama", (PP2, MBS2), ("pp",), "norm", "grad_norm", DEPTH
+    ),
+    Planted(
+        "depth_divided_by_the_main_denominator",
+        "llama",
+        ALL,
+        ("tp",),
+        "gradient",
+        r"mtp\.0\..*",
+        DEPTH,
+    ),
+    Planted(
+        "depth_denominator_per_rank", "llama", (DP2, MBS2), ("dp",), "loss", "mtp_1_loss", DEPTH
+    ),
+    Planted(
+        "target_across_a_document_border", "llama", (TP2,), ("tp",), "loss", "mtp_1_loss", DEPTH
+    ),
+    Planted("target_of_the_next_sample", "llama", (TP2,), ("tp",), "loss", "mtp_1_loss", DEPTH),
     Planted("rank_fails", "llama", (TP2,), ("tp",), "run", ".*planted failure"),
 )
 
@@ -164,7 +194,7 @@ PLANTED = (
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_planted_fault_is_caught_and_named(certifier_of: Certifiers, planted: Planted) -> None:
     certifier = certifier_of(planted.model, extra=planted.extra, steps=2)
-    module = pipeline_faults if hasattr(pipeline_faults, planted.name) else faults
+    module = next(module for module in MODULES if hasattr(module, planted.name))
     fault = f"{module.__name__}:{planted.name}"
     verdict = certifier.certify(planted.layout, fault=fault, measure=False)
     assert not verdict.holds
