@@ -41,6 +41,7 @@ class ExpertShape:
         pad_to_capacity: an expert's rows are padded to its capacity.
         drop_policy: "probs" or "position", what overflows.
         dispatcher: "allgather" or "alltoall".
+        replicated: experts that every rank computes for its own tokens, the most chosen ones.
     """
 
     num_experts: int
@@ -65,6 +66,7 @@ class ExpertShape:
     pad_to_capacity: bool = False
     drop_policy: str = "probs"
     dispatcher: str = "allgather"
+    replicated: int = 0
 
     @property
     def is_limited(self) -> bool:
@@ -131,4 +133,5 @@ def plan_experts(config: Config, num_layers: int, ffn_hidden_size: int) -> Exper
         pad_to_capacity=config.moe_pad_expert_input_to_capacity,
         drop_policy=config.moe_token_drop_policy,
         dispatcher=config.moe_token_dispatcher_type,
+        replicated=config.moe_replicated_experts,
     )

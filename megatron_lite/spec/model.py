@@ -258,7 +258,8 @@ def _experts(table: _Table, prefix: str, use: str, experts: ExpertShape) -> None
     if model.linear_bias:
         table.vector(f"{prefix}.router.bias", n, use, partial)
     states = ["expert_bias"] if experts.expert_bias else []
-    states += ["expert_counts"] if experts.coefficient("global_aux_loss") else []
+    keeps_counts = experts.coefficient("global_aux_loss") or experts.replicated
+    states += ["expert_counts"] if keeps_counts else []
     for state in states:
         table.specs.append(
             ParamSpec(
