@@ -91,7 +91,9 @@ class Balance:
         """Choices of the experts that were hot in this step; call before `update`, 0-dim."""
         counts = self.counts
         pairs = zip(self.parts, counts, strict=True)
-        return torch.stack([counts.new_zeros(()), *(c[hot_experts(p)].sum() for p, c in pairs)]).sum()
+        return torch.stack(
+            [counts.new_zeros(()), *(c[hot_experts(p)].sum() for p, c in pairs)]
+        ).sum()
 
     def _figures(self) -> Tensor:
         """[layers, columns]: what the log shows of a layer, as sums."""
@@ -162,8 +164,9 @@ def log_scalars(
         "moe/dropped_share" of all choices; "moe/padded_share" of the rows of experts that are
         filled up; "moe/entropy": mean over tokens and layers of the scores' entropy, in nats;
         "moe/busiest_over_mean": load of the busiest expert against the mean one, mean over
-        layers; "moe/replicated_share" of all choices, where experts are replicated. Of a layer "moe/<term>_layer_<number>" and so on, and
-        "moe/load_expert_<e>_layer_<number>", the share of its choices.
+        layers; "moe/replicated_share" of all choices, where experts are replicated. Of a layer
+        "moe/<term>_layer_<number>" and so on, and "moe/load_expert_<e>_layer_<number>", the
+        share of its choices.
     """
     found = dict(_scalars(shape, sums, microbatches, None))
     if shape.replicated:

@@ -184,9 +184,7 @@ class _Settle(torch.autograd.Function):
     """Between the copies and the own experts: differentiated after the one, before the other."""
 
     @staticmethod
-    def forward(
-        ctx: Any, own: Tensor, hot: Tensor, replicas: Replicas
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, own: Tensor, hot: Tensor, replicas: Replicas) -> tuple[Tensor, Tensor]:
         ctx.replicas = replicas
         return own.view_as(own), hot.view_as(hot)
 

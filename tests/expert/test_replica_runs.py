@@ -16,10 +16,11 @@ from tests.expert.test_log import run
 from tests.pool import RankPool
 
 # Hot are experts of both ranks, and others every step; nothing but replication wants counts.
-MIXTURE = (
+_WORDS = (
     "--num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq ([0]+[1]*3) "
     "--moe-aux-loss-coeff 0.01 --global-batch-size 4"
-).split()
+)
+MIXTURE = _WORDS.split()
 HOT = ("--moe-replicated-experts", "2")
 _ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
 EP2 = Layout("dp2-ep2", 2, ("--expert-model-parallel-size", "2", *_ALLTOALL))
