@@ -59,8 +59,9 @@ def replicating(certifier_of: Certifiers, model: str, layers: int) -> Certifier:
 @pytest.mark.parametrize("name", REPLICATED)
 def test_replicated_experts_equal_one_process(certifier_of: Certifiers, name: str) -> None:
     model, layers, axes = REPLICATED[name]
-    differences, _ = replicating(certifier_of, model, layers).compare(axes)
-    assert not differences, "\n".join(map(str, differences[:8]))
+    # The closed form counts dropped tokens and leaves multi-token prediction out.
+    verdict = replicating(certifier_of, model, layers).certify(axes, measure=model == "mixtral")
+    assert verdict.holds, [*map(str, verdict.causes), *verdict.share_faults]
 
 
 @pytest.mark.parametrize("tensor", [(), (tensor_axis(2),)], ids=["etp1", "etp2"])
