@@ -40,7 +40,7 @@ ARITHMETIC_FIELDS = (
     *("native_ops", "loss_chunks", "compile", "deterministic_mode", "device"),
     *("optimizer_offload", "optimizer_cpu_offload", "optimizer_offload_fraction"),
     *("ddp_bucket_size", "overlap_grad_reduce", "data_parallel_sharding_strategy"),
-    *("num_distributed_optimizer_instances", "gradient_accumulation"),
+    *("num_distributed_optimizer_instances", "gradient_accumulation", "moe_replicated_experts"),
 )
 
 

@@ -44,6 +44,7 @@ class ExpertShape:
         running_global: the global loss compares with the step's counts so far, not with those
             of the step before.
         dispatcher: "allgather" or "alltoall".
+        replicated: experts that every rank computes for its own tokens, the most chosen ones.
     """
 
     num_experts: int
@@ -70,6 +71,7 @@ class ExpertShape:
     reroute_candidates: int = 0
     running_global: bool = False
     dispatcher: str = "allgather"
+    replicated: int = 0
 
     @property
     def is_limited(self) -> bool:
@@ -84,7 +86,8 @@ class ExpertShape:
     @property
     def keeps_counts(self) -> bool:
         """Whether the step's counts are state of the next step."""
-        return not self.running_global and self.coefficient("global_aux_loss") > 0
+        is_compared = not self.running_global and self.coefficient("global_aux_loss") > 0
+        return is_compared or self.replicated > 0
 
     def coefficient(self, kind: str) -> float:
         """Weight of an auxiliary loss; 0 where it is off."""
@@ -148,4 +151,5 @@ def plan_experts(config: Config, num_layers: int, ffn_hidden_size: int) -> Exper
         reroute_candidates=config.moe_reroute_candidates,
         running_global=config.moe_global_aux_loss_form == "running",
         dispatcher=config.moe_token_dispatcher_type,
+        replicated=config.moe_replicated_experts,
     )

@@ -14,6 +14,7 @@ TOPK = "--moe-router-topk"
 GROUPS = "--moe-router-num-groups"
 GROUP_TOPK = "--moe-router-group-topk"
 REROUTE = "--moe-reroute-candidates"
+REPLICATED = "--moe-replicated-experts"
 LARGEST_EXPERTS = 65_536
 
 
@@ -132,6 +133,31 @@ def rerouting_fault(f: Facts) -> str:
     return ""
 
 
+def replicated_fault(f: Facts) -> str:
+    """Say why the asked experts cannot be replicated, or ''."""
+    config, asked = f.config, f"{REPLICATED} {f.config.moe_replicated_experts}"
+    if not config.moe_replicated_experts:
+        return ""
+    if config.num_experts is None:
+        return f"{asked}: there are no experts; give --num-experts, or leave it out"
+    if not 0 <= config.moe_replicated_experts < config.num_experts:
+        return (
+            f"{asked} must lie in 0..{config.num_experts - 1} (--num-experts {config.num_experts} "
+            f"less one; all experts on every rank are {EP} 1)"
+        )
+    if f.ep > 1 and config.moe_token_dispatcher_type != "alltoall":
+        return (
+            f"{asked} needs --moe-token-dispatcher-type alltoall, not "
+            f"{config.moe_token_dispatcher_type}, which sends every token to every rank anyway"
+        )
+    if config.overlap_moe_expert_parallel_comm:
+        return (
+            f"{asked} with --overlap-moe-expert-parallel-comm: both halves of a pair would bring "
+            "weights and sum gradients at the same time; leave one of the two out"
+        )
+    return ""
+
+
 def expert_width(f: Facts) -> int:
     """Inner width of an expert; 0 where it is unknown."""
     return f.config.moe_ffn_hidden_size or ffn_width(f)
@@ -223,6 +249,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     ),
     fault_rule("balancing-coefficients", coefficients_fault),
     fault_rule("sinkhorn-decides-alone", sinkhorn_fault),
+    Rule("replicated-experts", lambda f: bool(replicated_fault(f)), replicated_fault),
     Rule(
         "expert-bias-needs-sigmoid",
         lambda f: (

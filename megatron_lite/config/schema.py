@@ -376,6 +376,12 @@ class MoEConfig:
         "How tokens reach their experts.",
         choices=("allgather", "alltoall", "flex"),
     )
+    moe_replicated_experts: int = flag(
+        0,
+        "Experts per layer that every rank computes for its own tokens: those that the step "
+        "before chose most.",
+        unit="experts",
+    )
     overlap_moe_expert_parallel_comm: bool = flag(
         False,
         "Hide the all-to-alls of experts behind another microbatch: a forward and a backward "

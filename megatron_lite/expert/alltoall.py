@@ -108,11 +108,12 @@ def _slots_of_ranks(parts: ExpertParts, ids: Tensor) -> Tensor:
     """Slot for every etp rank of an expert: [t, k] -> [t, k * etp].
 
     Slots are numbered by (rank of the block, local expert), so that packing by slot packs by
-    rank. An expert outside the model is a dropped one.
+    rank. An expert outside the model is a dropped one. With copies of experts `ids` are slots
+    of expert ranks already (`Replicas.place`).
     """
     if parts.etp.size == 1:
         return ids.int().contiguous()
-    local, etp = parts.local_experts, parts.etp.size
+    local, etp = parts.slots, parts.etp.size
     copies = torch.arange(etp, device=ids.device)
     rank = (ids.long() // local).unsqueeze(-1) * etp + copies
     slots = rank * local + (ids.long() % local).unsqueeze(-1)
@@ -125,12 +126,12 @@ def _exchange_counts(
     """Rows from each rank for each expert here, and every number that the host needs.
 
     Args:
-        counts: [block * local experts] int64, rows for each slot.
+        counts: [block * slots of a rank] int64, rows for each slot.
 
     Returns:
-        [block, local experts] int64; rows to each rank, rows from each rank, rows of each expert.
+        [block, slots] int64; rows to each rank, rows from each rank, rows of each slot.
 
-    Comm: one all-to-all of block * local experts int64.
+    Comm: one all-to-all of block * slots int64.
     """
     arriving = torch.empty_like(counts)
     with mb.measure(DISPATCH_TIMER):
@@ -159,7 +160,7 @@ def run_exchanged(
     Comm: over the block, forward and backward alike one all-to-all there and one back, each of
         k*t*etp*h elements less the dropped slots; forward one of the experts' counts.
     """
-    native, size, local = mb.native, parts.block.size, parts.local_experts
+    native, size, local = mb.native, parts.block.size, parts.slots
     slots = _slots_of_ranks(parts, ids)
     counts, _, row_of, source = route(slots, size * local, 1, slots.numel(), native)
     arriving, numbers = _exchange_counts(parts, counts, mb)

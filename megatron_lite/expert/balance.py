@@ -19,6 +19,7 @@ from megatron_lite.config.expert_plan import ExpertShape
 from megatron_lite.expert.capacity import expert_capacity
 from megatron_lite.expert.losses import loss_terms
 from megatron_lite.expert.parts import ExpertParts
+from megatron_lite.expert.replicas import hot_experts
 from megatron_lite.mesh import collectives
 from megatron_lite.mesh.collectives import Work
 from megatron_lite.mesh.groups import Group
@@ -26,6 +27,7 @@ from megatron_lite.microbatch import LossSink, RoutingRecord
 
 # Of one layer: itself, sums over tokens and the bytes of a step, its busiest expert's load.
 FIGURES = ("layers", "chosen", "dropped", "rerouted", "entropy", "dispatch_bytes", "busiest")
+REPLICATED = "moe/replicated"
 
 
 @dataclass(eq=False)
@@ -85,7 +87,17 @@ class Balance:
         for layer in layers:
             row = mine.get(layer, nothing).unbind()
             found |= {_of(name, layer): value for name, value in zip(names, row, strict=True)}
+        if self.shape.replicated:
+            found[REPLICATED] = self._replicated() * (self.stage.rank == 0)
         return found
+
+    def _replicated(self) -> Tensor:
+        """Choices of the experts that were hot in this step; call before `update`, 0-dim."""
+        counts = self.counts
+        pairs = zip(self.parts, counts, strict=True)
+        return torch.stack(
+            [counts.new_zeros(()), *(c[hot_experts(p)].sum() for p, c in pairs)]
+        ).sum()
 
     def _figures(self) -> Tensor:
         """[layers, columns]: what the log shows of a layer, as sums."""
@@ -163,10 +175,13 @@ def log_scalars(
         all ranks together send others on the way to the experts, in a step's forward passes;
         "moe/entropy": mean over tokens and layers of the scores' entropy, in nats;
         "moe/busiest_over_mean": load of the busiest expert against the mean one, mean over
-        layers. Of a layer "moe/<term>_layer_<number>" and so on, and
-        "moe/load_expert_<e>_layer_<number>", the share of its choices.
+        layers; "moe/replicated_share" of all choices, where experts are replicated. Of a layer
+        "moe/<term>_layer_<number>" and so on, and "moe/load_expert_<e>_layer_<number>", the
+        share of its choices.
     """
     found = dict(_scalars(shape, sums, microbatches, None))
+    if shape.replicated:
+        found["moe/replicated_share"] = sums[REPLICATED] / max(sums["moe/chosen"], 1.0)
     for layer in layers:
         found |= _scalars(shape, sums, microbatches, layer)
         chosen = max(sums[_of("moe/chosen", layer)], 1.0)

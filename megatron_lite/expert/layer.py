@@ -7,6 +7,7 @@ ordinary MLP over the tensor group, on all tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron_lite.expert.grouped import (
     grouped_linears,
 )
 from megatron_lite.expert.parts import ExpertParts
+from megatron_lite.expert.replicas import Replicas, bring_replicas, run_divided
 from megatron_lite.expert.router import route_tokens
 from megatron_lite.expert.slices import slice_tokens, unslice_tokens
 from megatron_lite.microbatch import MicrobatchContext
@@ -44,34 +46,63 @@ def moe(parts: ExpertParts, x: Tensor, sequence_parallel: bool, mb: MicrobatchCo
     Returns:
         [s_local, b, h].
 
-    Comm: that of the dispatcher; without sequence parallelism an all-gather over tp in both
-        passes; that of one column- and one row-parallel linear for the shared expert.
+    Comm: that of the dispatcher; that of `bring_replicas` where experts are replicated; without
+        sequence parallelism an all-gather over tp in both passes; that of one column- and one
+        row-parallel linear for the shared expert.
     """
     # A generated token cannot be sliced: every tensor rank then routes it, to the same end.
     is_cut = not sequence_parallel and x.shape[0] % parts.tp.size == 0
     assert is_cut or sequence_parallel or mb.wgrads is None
     tokens = slice_tokens(x, parts.tp) if is_cut else x
+    replicas = bring_replicas(parts, mb)  # on their way while the router decides
     routing = route_tokens(parts, tokens, mb)
+    placed, ids = parts, routing.ids
+    if replicas is not None:
+        placed, ids = replicas.parts, replicas.place(ids)
     shared: list[Tensor] = []
 
     def experts(rows: Tensor, whose: ExpertRows) -> Tensor:
-        return _experts(parts, rows, whose, mb)
+        return _experts(parts, rows, whose, mb, replicas)
 
     def meanwhile() -> None:
         if parts.shape.shared_ffn_hidden_size:
             shared.append(_shared(parts, x, sequence_parallel, mb))
 
     flat = tokens.flatten(0, 1)
-    out = run_experts(parts, flat, routing.ids, routing.probs, experts, mb, meanwhile)
+    out = run_experts(placed, flat, ids, routing.probs, experts, mb, meanwhile)
     out = out.view(tokens.shape)
     if is_cut:
         out = unslice_tokens(out, parts.tp)
     return out + shared[0] if shared else out
 
 
-def _experts(parts: ExpertParts, rows: Tensor, whose: ExpertRows, mb: MicrobatchContext) -> Tensor:
+def _experts(
+    parts: ExpertParts,
+    rows: Tensor,
+    whose: ExpertRows,
+    mb: MicrobatchContext,
+    replicas: Replicas | None = None,
+) -> Tensor:
     """The experts of this rank on their rows, [rows, h] -> [rows, h]: a part over etp."""
-    params = parts.params
+    if replicas is None:
+        return _multiply(parts, parts.params, rows, whose, mb)
+    return run_divided(
+        replicas,
+        rows,
+        whose,
+        lambda own, theirs: _multiply(parts, parts.params, own, theirs, mb),
+        lambda hot, theirs: _multiply(parts, replicas.params, hot, theirs, replicas.mb),
+    )
+
+
+def _multiply(
+    parts: ExpertParts,
+    params: Mapping[str, nn.Parameter],
+    rows: Tensor,
+    whose: ExpertRows,
+    mb: MicrobatchContext,
+) -> Tensor:
+    """Both linears of the experts in `params`, whose weight gradients go to `mb`."""
     names = _FIRST_GATED if parts.gated else _FIRST
     weights = [params[f"experts.{name}.weight"] for name in names]
     biases = [params.get(f"experts.{name}.bias") for name in names]

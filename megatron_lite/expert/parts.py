@@ -38,6 +38,7 @@ class ExpertParts:
         activation_limit: gate and up are clamped there before the activation.
         linear_offset: added to up.
         running: what the running form of the global loss compares with; None for others.
+        copies: slots of a rank behind its own experts, for replicated ones.
     """
 
     shape: ExpertShape
@@ -53,11 +54,17 @@ class ExpertParts:
     activation_limit: float = math.inf
     linear_offset: float = 0.0
     running: RunningCounts | None = None
+    copies: int = 0
 
     @property
     def local_experts(self) -> int:
         """Experts that this rank holds (a slice of)."""
         return self.shape.num_experts // self.ep.size
+
+    @property
+    def slots(self) -> int:
+        """What this rank multiplies by: its experts and copies of others."""
+        return self.local_experts + self.copies
 
     def state(self, name: str) -> Tensor | None:
         """State of the router, "expert_bias" or "expert_counts"; None where it has none."""

@@ -14,6 +14,24 @@ if TYPE_CHECKING:
 _INT32, _INT64 = 4, 8
 
 
+def replicated_elements(shape: ActivationShape) -> int:
+    """Elements of the hot experts' weights and biases that come to a rank, per layer."""
+    model, parallel, experts = shape.model, shape.parallel, shape.model.experts
+    assert experts is not None
+    if parallel.ep == 1:
+        return 0
+    firsts, width = 2 if model.gated else 1, experts.ffn_hidden_size // parallel.etp
+    each = (firsts + 1) * width * model.hidden_size
+    if model.linear_bias:
+        each += firsts * width + model.hidden_size
+    return experts.replicated * each
+
+
+def replica_gradient_bytes(shape: ActivationShape) -> int:
+    """The hot experts' gradients while one layer is differentiated."""
+    return replicated_elements(shape) * shape.wide
+
+
 def expert_channels(shape: ActivationShape) -> int:
     """Channels of one row inside an expert: outputs of its first linears and their activation."""
     experts = shape.model.experts
@@ -33,14 +51,16 @@ def experts_bytes(shape: ActivationShape) -> int:
     """What router and experts of one layer keep for one microbatch.
 
     Rows of the experts' inputs (sent by other ranks; on one rank they are packed again), what
-    is inside the experts, their results; scores, choices and index maps. With native
-    operations: without them combining keeps rows in the accumulation dtype, too.
+    is inside the experts, their results; scores, choices and index maps; the weights of hot
+    experts. With native operations: without them combining keeps rows in the accumulation
+    dtype, too.
     """
     model, parallel, experts = shape.model, shape.parallel, shape.model.experts
     assert experts is not None
     tokens, rows = shape.tokens // parallel.tp, routed_rows(shape)
     moves = parallel.etp * parallel.ep > 1
     elements = rows * (expert_channels(shape) + model.hidden_size * (2 if moves else 1))
+    elements += replicated_elements(shape)
     # Logits, scores and mixture of all experts, those of the chosen ones; choices; where each
     # row comes from, and where it goes on.
     wide = tokens * (3 * experts.num_experts + 2 * experts.topk) * shape.wide

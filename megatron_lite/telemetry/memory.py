@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.telemetry.expert_memory import deferred_expert_bytes, experts_bytes
+from megatron_lite.telemetry.expert_memory import (
+    deferred_expert_bytes,
+    experts_bytes,
+    replica_gradient_bytes,
+)
 from megatron_lite.telemetry.flops import dense_mlp_width, local_kv_heads
 from megatron_lite.telemetry.latent_memory import (
     deferred_latent_bytes,
@@ -268,7 +272,8 @@ class StageMemory:
     Attributes:
         kept_bytes: between F and the start of its backward.
         deferred_bytes: between I and W.
-        working_bytes: what one recomputed region brings back for a moment.
+        working_bytes: what one recomputed region brings back for a moment, and the gradients
+            of one layer's hot experts.
     """
 
     kept_bytes: int
@@ -307,6 +312,8 @@ def estimate_stage_bytes(
         starts = range(0, light, recompute_group)
         kept = len(starts) * shape.stream_bytes + sum(whole[light:])
         working = max((sum(whole[:light][at : at + recompute_group]) for at in starts), default=0)
+    if any(shape.model.is_moe(layer) for layer in layers):
+        working += replica_gradient_bytes(shape)
     ends = end_bytes(shape, embedding=embedding, head=head, layers=len(layers) > 0)
     return StageMemory(kept + ends, sum(deferred_bytes(shape, n) for n in layers), working)
 

@@ -163,6 +163,7 @@ def describe_experts(shape: ExpertShape) -> list[str]:
     balance += [f"bias by {shape.bias_update_rate:g}"] if shape.expert_bias else []
     balance += ["sinkhorn"] if shape.sinkhorn else []
     balance += [f"z-loss {shape.z_loss_coeff:g}"] if shape.z_loss_coeff else []
+    hot = f", the {shape.replicated} most chosen on every rank" if shape.replicated else ""
     capacity = "no token dropped"
     if shape.capacity_factor is not None:
         capacity = f"capacity factor {shape.capacity_factor:g}, by {shape.drop_policy}"
@@ -172,7 +173,7 @@ def describe_experts(shape: ExpertShape) -> list[str]:
         f"{shape.num_experts} of width {shape.ffn_hidden_size} in {len(shape.layers)} layers, "
         f"top-{shape.topk}{limit}{beside}",
         f"{shape.score_function} scores; balance {', '.join(balance) or 'none'}; {capacity}; "
-        f"{shape.dispatcher}",
+        f"{shape.dispatcher}{hot}",
     ]
 
 

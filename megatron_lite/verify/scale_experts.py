@@ -41,6 +41,7 @@ def scale_experts(config: Config, num_layers: int, tp: int) -> dict[str, Any]:
         "moe_router_topk": topk,
         "moe_router_num_groups": groups,
         "moe_router_group_topk": chosen,
+        "moe_replicated_experts": min(config.moe_replicated_experts, experts - 1),
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": (
             None if config.moe_shared_expert_intermediate_size is None else width

@@ -187,3 +187,37 @@ def test_one_coefficient_serves_all_kinds_and_zero_switches_off() -> None:
 def test_a_load_that_nothing_balances_is_told(flags: str, told: bool) -> None:
     found = notices(parse_config(line(f"{MIXTURE} {flags}"), {}), 1)
     assert any("expert load is not balanced" in text for text in found) == told
+
+
+HOT = "--moe-replicated-experts"
+EP2 = "--expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (f"{HOT} 1", ["there are no experts", "--num-experts"]),
+        (f"{MIXTURE} {HOT} -1", ["-1 must lie in 0..7"]),
+        (f"{MIXTURE} {HOT} 8 {EP2}", ["8 must lie in 0..7", "--expert-model-parallel-size 1"]),
+        (f"{MIXTURE} {HOT} 2 {EP2}", ["needs --moe-token-dispatcher-type alltoall, not allgather"]),
+        (
+            f"{MIXTURE} {HOT} 2 {EP2} --moe-token-dispatcher-type alltoall "
+            "--overlap-moe-expert-parallel-comm --untie-embeddings-and-output-weights",
+            ["--overlap-moe-expert-parallel-comm", "leave one of the two out"],
+        ),
+    ],
+)
+def test_experts_that_cannot_be_replicated_are_one_message(flags: str, told: list[str]) -> None:
+    ((rule, message),) = violations(parse_config(line(flags), {}), 2)
+    assert rule == "replicated-experts"
+    assert message.startswith(HOT)
+    assert all(words in message for words in told), message
+
+
+def test_replicated_experts_wait_for_expert_ranks() -> None:
+    for flags in ("", f"{EP2} --moe-token-dispatcher-type alltoall"):
+        config = parse_config(line(f"{MIXTURE} {HOT} 7 {flags}"), {})
+        assert violations(config, 2) == []
+        shape = plan_experts(config, 4, 16)
+        assert shape is not None
+        assert shape.replicated == 7

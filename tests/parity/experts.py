@@ -35,6 +35,32 @@ FACTORS: Mapping[str, Sequence[object]] = {
     "precision": ("fp64", "fp32"),
 }
 
+# Layouts that replicate two experts, whose weights and gradients take part in everything.
+REPLICATED: Mapping[str, tuple[str, int, tuple[Axis, ...]]] = {  # model, layers, layout
+    "ep2-tp2": ("mixtral", 2, (tensor_axis(2), data_axis(2), expert_axis(2))),
+    "ep4-etp1-tp2-sp-recompute": (
+        "mixtral",
+        2,
+        (
+            *(tensor_axis(2), sequence_axis(), data_axis(2), expert_axis(4, 1)),
+            *(sharding_axis("optim_grads", *BUCKET_FLAGS.split()), recompute_axis("full")),
+        ),
+    ),
+    "ep4-zero1": (
+        "deepseek",
+        2,
+        (data_axis(4), expert_axis(4), sharding_axis("optim", *BUCKET_FLAGS.split())),
+    ),
+    "ep2-zbv-zero3": (
+        "biased",
+        4,
+        (
+            *(data_axis(2), pipeline_of("zbv-2"), expert_axis(2)),
+            sharding_axis("optim_grads_params", *BUCKET_FLAGS.split()),
+        ),
+    ),
+}
+
 
 def is_layout(row: Row) -> bool:
     """Whether the row can run on the pool and is not another row's twin."""

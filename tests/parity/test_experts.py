@@ -7,14 +7,23 @@ gradient, the norm with an active clip, updates, and the routers' balancing bias
 """
 
 import os
+import re
 
 import pytest
 
-from megatron_lite.verify.axes import tensor_axis
+from megatron_lite.verify.axes import Axis, data_axis, expert_axis, tensor_axis
+from megatron_lite.verify.certify import Certifier
 from megatron_lite.verify.classes import MATCH32, MATCH64
 from megatron_lite.verify.covering import Row
 from tests.parity.conftest import Certifiers
-from tests.parity.experts import GLOBAL_BATCH_SIZE, axes_of, expert_rows, layers_for, row_name
+from tests.parity.experts import (
+    GLOBAL_BATCH_SIZE,
+    REPLICATED,
+    axes_of,
+    expert_rows,
+    layers_for,
+    row_name,
+)
 
 pytestmark = pytest.mark.parity
 
@@ -46,3 +55,35 @@ def test_scores_that_are_off_by_rounding_choose_the_same_experts(
     fault = "tests.parity.expert_faults:scores_off_by_rounding"
     differences, _ = certifier.compare((tensor_axis(2),), fault=fault)
     assert not differences, "\n".join(map(str, differences[:8]))
+
+
+def replicating(certifier_of: Certifiers, model: str, layers: int) -> Certifier:
+    """A run that replicates two experts; its reference is one process."""
+    return certifier_of(
+        model,
+        extra=f"--num-layers {layers} --moe-replicated-experts 2",
+        steps=3,
+        batch=GLOBAL_BATCH_SIZE,
+        micro=1,
+    )
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicated_experts_equal_one_process(certifier_of: Certifiers, name: str) -> None:
+    model, layers, axes = REPLICATED[name]
+    # The closed form counts dropped tokens and leaves multi-token prediction out.
+    verdict = replicating(certifier_of, model, layers).certify(axes, measure=model == "mixtral")
+    assert verdict.holds, [*map(str, verdict.causes), *verdict.share_faults]
+
+
+@pytest.mark.parametrize("tensor", [(), (tensor_axis(2),)], ids=["etp1", "etp2"])
+def test_unsummed_gradients_of_replicas_are_caught_and_named(
+    certifier_of: Certifiers, tensor: tuple[Axis, ...]
+) -> None:
+    axes = (*tensor, data_axis(2), expert_axis(2, needs="dp"))
+    fault = "tests.parity.faults:replica_gradients_not_summed"
+    verdict = replicating(certifier_of, "mixtral", 2).certify(axes, fault=fault, measure=False)
+    (cause,) = verdict.causes
+    assert cause.axes == ("ep",), str(cause)
+    assert cause.first.phase == "gradient", str(cause)
+    assert re.match(r"decoder\.layers\.1\.mlp\.experts\.linear_fc2", cause.first.name), str(cause)

@@ -42,6 +42,16 @@ USER = (
         ("--moe-layer-freq ([0]*3+[1]*9)", "--moe-layer-freq [0,1]"),
         ("--moe-layer-freq 2", "--moe-layer-freq [1,0]"),
         (
+            "--expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall "
+            "--moe-replicated-experts 2",
+            "--moe-replicated-experts 2",
+        ),
+        (
+            "--expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall "
+            "--moe-replicated-experts 60",
+            "--moe-replicated-experts 7",
+        ),
+        (
             "--moe-layer-freq 1 --pipeline-model-parallel-size 4 --expert-model-parallel-size 4",
             "--expert-model-parallel-size 2",
         ),
