@@ -1,13 +1,21 @@
-"""What is done to routers inside the ranks; see `faults.py`."""
+"""Planted bugs of the expert axis, and rounding that is none; see `faults.py`.
+
+Each is entered on every rank before anything is built. Where they must show, or must not:
+`test_experts.py`.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from megatron_lite.expert import router
+from megatron_lite.expert import replicas, router
+from megatron_lite.mesh import collectives
+from megatron_lite.mesh.groups import Group
 from megatron_lite.verify.classes import MATCH32
 
 
@@ -22,4 +30,17 @@ def scores_off_by_rounding() -> Iterator[None]:
         return original(scores + signs * extent * MATCH32.activation * 0.99, k, further)
 
     with patch.object(router, "largest", planted):
+        yield
+
+
+@contextmanager
+def replica_gradients_not_summed() -> Iterator[None]:
+    """An owner adds what its own rank's tokens give its hot experts, and no other's."""
+
+    def planted(t: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
+        is_weights = async_op
+        return collectives.all_reduce(t, group, op, async_op) if is_weights else None
+
+    others = SimpleNamespace(**{**vars(collectives), "all_reduce": planted})
+    with patch.object(replicas, "collectives", others):
         yield

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.data import loader
-from megatron_lite.expert import replicas
 from megatron_lite.mesh import collectives
 from megatron_lite.mesh.collectives import CompletedWork
 from megatron_lite.mesh.groups import Group
@@ -261,18 +260,6 @@ def column_input_gradient_not_reduced() -> Iterator[None]:
 
 def _with(**replaced: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(collectives), **replaced})
-
-
-@contextmanager
-def replica_gradients_not_summed() -> Iterator[None]:
-    """An owner adds what its own rank's tokens give its hot experts, and no other's."""
-
-    def planted(t: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
-        is_weights = async_op
-        return collectives.all_reduce(t, group, op, async_op) if is_weights else None
-
-    with patch.object(replicas, "collectives", _with(all_reduce=planted)):
-        yield
 
 
 @contextmanager

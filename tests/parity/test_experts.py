@@ -81,7 +81,7 @@ def test_unsummed_gradients_of_replicas_are_caught_and_named(
     certifier_of: Certifiers, tensor: tuple[Axis, ...]
 ) -> None:
     axes = (*tensor, data_axis(2), expert_axis(2, needs="dp"))
-    fault = "tests.parity.faults:replica_gradients_not_summed"
+    fault = "tests.parity.expert_faults:replica_gradients_not_summed"
     verdict = replicating(certifier_of, "mixtral", 2).certify(axes, fault=fault, measure=False)
     (cause,) = verdict.causes
     assert cause.axes == ("ep",), str(cause)
