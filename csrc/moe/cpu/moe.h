@@ -43,9 +43,20 @@ struct MoeCombineBackward {
   int64_t h, k;
 };
 
+struct MoePairs {
+  int64_t placed, filled;  // assignments that have a row, rows that have an assignment
+  int64_t wrong;           // the first row whose assignment lies elsewhere, -1: none
+};
+
 }  // namespace ml
 
 ML_CPU_KERNEL(moe_route, (const MoeRoute& call), (call))
+// The largest of n indices, -1 where none is above.
+ML_CPU_FUNCTION(int32_t, moe_largest, (const int32_t* values, int64_t n), (values, n))
+// Indices in source are below assignments.
+ML_CPU_FUNCTION(MoePairs, moe_pairs,
+                (const int32_t* row_of, int64_t assignments, const int32_t* source, int64_t rows),
+                (row_of, assignments, source, rows))
 // Rows [first, last).
 ML_CPU_KERNEL(moe_gather, (const MoeGather& call, int64_t first, int64_t last),
               (call, first, last))
@@ -54,3 +65,12 @@ ML_CPU_KERNEL(moe_combine, (const MoeCombine& call, int64_t first, int64_t last)
               (call, first, last))
 ML_CPU_KERNEL(moe_combine_backward, (const MoeCombineBackward& call, int64_t first, int64_t last),
               (call, first, last))
+// Rows of padding become 0.
+ML_CPU_KERNEL(moe_clear_padding,
+              (const int32_t* source, int64_t rows, void* packed, int64_t row_bytes),
+              (source, rows, packed, row_bytes))
+// probs [assignments] of `size` bytes each from packed_probs [rows].
+ML_CPU_KERNEL(moe_scatter_probs,
+              (const void* packed_probs, const int32_t* row_of, void* probs, int64_t assignments,
+               int64_t size),
+              (packed_probs, row_of, probs, assignments, size))

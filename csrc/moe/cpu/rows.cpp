@@ -6,7 +6,8 @@
 //   packed, d_packed  [rows, h] T;  out, d_out  [tokens, h] T
 //   probs, d_probs    [tokens, k]  float (double of double); d_probs 0 where dropped
 //
-// Memory-bound: bytes as csrc/moe/pack.cu and combine.cu. Sums are float (double), slots
+// Memory-bound: bytes as csrc/moe/pack.cu and combine.cu; rows that come next are asked for
+// while one is copied or added, because no processor foresees where they lie. Sums are float (double), slots
 // ascending; each row belongs to one assignment, so tokens are independent: the same bits for
 // any number of threads. Padding rows of d_packed are the caller's to clear.
 #include <cstring>
@@ -74,6 +75,43 @@ ML_INLINE Wide<T> weighted_row(const T* row, const T* d_out, T* d_row, Wide<T> w
   return sum<A>(sums[0] + sums[1]) + tail;
 }
 
+// Copies one row of n bytes and asks for the one that comes.
+ML_INLINE void copy_row(char* to, const char* from, const char* coming, int64_t n) {
+  constexpr int64_t kLine = 64, B = kVectorBytes;
+  int64_t i = 0;
+  for (; i + 4 * B <= n; i += 4 * B) {
+    Words parts[4];
+    for (int j = 0; j < 4; ++j) std::memcpy(&parts[j], from + i + j * B, B);
+    for (int64_t line = 0; line < 4 * B; line += kLine) __builtin_prefetch(coming + i + line);
+    for (int j = 0; j < 4; ++j) std::memcpy(to + i + j * B, &parts[j], B);
+  }
+  if (i < n) __builtin_prefetch(coming + i);
+  for (; i + B <= n; i += B) {
+    Words part;
+    std::memcpy(&part, from + i, B);
+    std::memcpy(to + i, &part, B);
+  }
+  if (i < n) std::memcpy(to + i, from + i, static_cast<size_t>(n - i));
+}
+
+// Quotients of numbers below 2^31 by one divisor, as a product and a shift: with 2^bits >= divisor,
+// factor = ceil(2^(31 + bits) / divisor) is exact there (Granlund and Montgomery, 1994).
+class Quotients {
+ public:
+  explicit Quotients(int64_t divisor) {
+    while ((int64_t{1} << bits_) < divisor) ++bits_;
+    factor_ = ((uint64_t{1} << (31 + bits_)) + static_cast<uint64_t>(divisor) - 1) /
+              static_cast<uint64_t>(divisor);
+  }
+  int64_t of(int64_t number) const {
+    return static_cast<int64_t>(static_cast<uint64_t>(number) * factor_ >> (31 + bits_));
+  }
+
+ private:
+  int bits_ = 0;
+  uint64_t factor_;
+};
+
 template <class T>
 void backward_tokens(const MoeCombineBackward& c, int64_t first, int64_t last) {
   using A = Wide<T>;
@@ -99,18 +137,35 @@ void backward_tokens(const MoeCombineBackward& c, int64_t first, int64_t last) {
 void moe_gather(const MoeGather& c, int64_t first, int64_t last) {
   const auto row_bytes = static_cast<size_t>(c.row_bytes);
   const auto prob_bytes = static_cast<size_t>(c.prob_bytes);
+  const Quotients tokens(c.k > 1 ? c.k : 1);
+  const int64_t ahead = c.row_bytes < 2048 ? 2048 / (c.row_bytes + 1) + 1 : 1;
   for (int64_t row = first; row < last; ++row) {
-    const int64_t a = c.source[row];
+    const int64_t a = c.source[row], next = c.source[row + ahead < last ? row + ahead : row];
     char* to = c.packed + row * c.row_bytes;
+    const char* coming = c.x + tokens.of(next < 0 ? 0 : next) * c.x_stride;
+    if (a < 0) std::memset(to, 0, row_bytes);
+    else copy_row(to, c.x + tokens.of(a) * c.x_stride, coming, c.row_bytes);
+    if (prob_bytes == 0) continue;
     char* prob = c.packed_probs + row * c.prob_bytes;
-    if (a < 0) {
-      std::memset(to, 0, row_bytes);
-      if (prob_bytes != 0) std::memset(prob, 0, prob_bytes);
-    } else {
-      std::memcpy(to, c.x + a / c.k * c.x_stride, row_bytes);
-      if (prob_bytes != 0) std::memcpy(prob, c.probs + a * c.prob_bytes, prob_bytes);
-    }
+    if (a < 0) std::memset(prob, 0, prob_bytes);
+    else std::memcpy(prob, c.probs + a * c.prob_bytes, prob_bytes);
   }
+}
+
+void moe_scatter_probs(const void* packed_probs, const int32_t* row_of, void* probs,
+                       int64_t assignments, int64_t size) {
+  const char* from = static_cast<const char*>(packed_probs);
+  char* to = static_cast<char*>(probs);
+  for (int64_t a = 0; a < assignments; ++a, to += size) {
+    if (row_of[a] < 0) std::memset(to, 0, static_cast<size_t>(size));
+    else std::memcpy(to, from + row_of[a] * size, static_cast<size_t>(size));
+  }
+}
+
+void moe_clear_padding(const int32_t* source, int64_t rows, void* packed, int64_t row_bytes) {
+  char* row = static_cast<char*>(packed);
+  for (int64_t i = 0; i < rows; ++i, row += row_bytes)
+    if (source[i] < 0) std::memset(row, 0, static_cast<size_t>(row_bytes));
 }
 
 void moe_combine(const MoeCombine& call, int64_t first, int64_t last) {
