@@ -1,8 +1,7 @@
 // Which instructions a CPU kernel may use, chosen at run time.
 //
 // A kernel file is compiled once per level with ML_ISA naming its namespace; ML_CPU_KERNEL
-// (ML_CPU_FUNCTION where it returns something) declares the copies and a dispatcher of the same
-// name in namespace ml:
+// declares the copies and a dispatcher of the same name in namespace ml:
 //
 //   ML_CPU_KERNEL(add_rows, (const Rows& call, int64_t first, int64_t last), (call, first, last))
 //   // in the .cpp:  namespace ml::ML_ISA { void add_rows(const Rows& call, ...) { ... } }
@@ -30,21 +29,19 @@ Isa isa();
 // Lowers the level for the rest of the process; -1 lifts the limit. Returns the level in force.
 extern "C" int ml_limit_isa(int level);
 
-#define ML_CPU_KERNEL(name, parameters, arguments) \
-  ML_CPU_FUNCTION(void, name, parameters, arguments)
 #if defined(__x86_64__)
-#define ML_CPU_FUNCTION(Result, name, parameters, arguments)   \
+#define ML_CPU_KERNEL(name, parameters, arguments)             \
   namespace ml {                                               \
   namespace base {                                             \
-  Result name parameters;                                      \
+  void name parameters;                                        \
   }                                                            \
   namespace avx2 {                                             \
-  Result name parameters;                                      \
+  void name parameters;                                        \
   }                                                            \
   namespace avx512 {                                           \
-  Result name parameters;                                      \
+  void name parameters;                                        \
   }                                                            \
-  inline Result name parameters {                              \
+  inline void name parameters {                                \
     if (isa() >= Isa::avx512) return avx512::name arguments;   \
     if (isa() == Isa::avx2) return avx2::name arguments;       \
     return base::name arguments;                               \
@@ -78,12 +75,12 @@ extern "C" int ml_limit_isa(int level);
   }                                                            \
   }
 #else
-#define ML_CPU_FUNCTION(Result, name, parameters, arguments)     \
-  namespace ml {                                                 \
-  namespace base {                                               \
-  Result name parameters;                                        \
-  }                                                              \
-  inline Result name parameters { return base::name arguments; } \
+#define ML_CPU_KERNEL(name, parameters, arguments)             \
+  namespace ml {                                               \
+  namespace base {                                             \
+  void name parameters;                                        \
+  }                                                            \
+  inline void name parameters { return base::name arguments; } \
   }
 #define ML_CPU_MATRIX_KERNEL ML_CPU_KERNEL
 #endif

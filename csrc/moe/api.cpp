@@ -29,6 +29,9 @@ namespace ml {
 namespace {
 
 constexpr int64_t kMostRows = 0x7fffffff, kMostExperts = 8192, kMostAlign = 1 << 20;
+// From here on what reads packed next hardly finds it in a cache: written past them, its lines
+// need not be fetched first. Of less, that reader loses more than the gather wins.
+constexpr int64_t kStreamedBytes = 8 << 20;
 constexpr int64_t kChunk = 512;  // of the workspace of csrc/moe/routing.cu
 
 int32_t* ints(const Tensor& x) { return static_cast<int32_t*>(x.mutable_data_ptr()); }
@@ -47,7 +50,8 @@ void check_indices(const Tensor& x, int64_t dims, const Tensor& like, const char
 // Values in [-1, bound): on the CPU a wrong index is told, not followed.
 void check_below(const Tensor& x, int64_t bound, const char* name) {
   if (x.is_cuda()) return;
-  const int32_t most = moe_largest(ints(x), x.numel());
+  int32_t most = -1;
+  moe_largest(ints(x), x.numel(), most);
   ML_CHECK(most < bound, name, ": holds ", most, ", must be below ", bound);
 }
 
@@ -55,7 +59,8 @@ void check_below(const Tensor& x, int64_t bound, const char* name) {
 void check_paired(const Tensor& row_of, const Tensor& source) {
   if (row_of.is_cuda()) return;
   const int32_t *rows = ints(row_of), *from = ints(source);
-  const MoePairs found = moe_pairs(rows, row_of.numel(), from, source.numel());
+  MoePairs found{rows, from, row_of.numel(), source.numel()};
+  moe_pairs(found);
   const int64_t wrong = found.wrong;
   ML_CHECK(wrong < 0, "source: row ", wrong, " is assignment ", from[wrong], ", whose row_of is ",
            rows[from[wrong]]);
@@ -165,8 +170,8 @@ std::tuple<Tensor, Tensor> moe_gather_op(Tensor x, MaybeTensor probs, Tensor sou
   const Rows tokens = rows_of(x, "x");
   const int64_t rows = source.size(0), size = static_cast<int64_t>(x.element_size());
   const int64_t k = row_of.size(1);
-  Tensor packed = new_shape(x, {rows, tokens.columns}, x.scalar_type());
   Tensor packed_probs = new_shape(x, {probs ? rows : 0}, prob_type);
+  Tensor packed = new_shape(x, {rows, tokens.columns}, x.scalar_type());
 #ifdef ML_WITH_CUDA
   if (x.is_cuda()) {
     check_launch(
@@ -178,15 +183,19 @@ std::tuple<Tensor, Tensor> moe_gather_op(Tensor x, MaybeTensor probs, Tensor sou
     return {packed, packed_probs};
   }
 #endif
+  const int64_t row_bytes = tokens.columns * size;
+  const bool whole_lines =
+      reinterpret_cast<uintptr_t>(packed.mutable_data_ptr()) % 64 == 0 && row_bytes % 64 == 0;
   const MoeGather call{ints(source),
                        static_cast<const char*>(tokens.data()),
                        static_cast<char*>(packed.mutable_data_ptr()),
                        tokens.stride * size,
-                       tokens.columns * size,
+                       row_bytes,
                        k,
                        probs ? static_cast<const char*>(probs->const_data_ptr()) : nullptr,
                        static_cast<char*>(packed_probs.mutable_data_ptr()),
-                       probs ? static_cast<int64_t>(probs->element_size()) : 0};
+                       probs ? static_cast<int64_t>(probs->element_size()) : 0,
+                       whole_lines && rows * row_bytes >= kStreamedBytes};
   run_rows(rows, tokens.columns,
            [&](int64_t first, int64_t last) { moe_gather(call, first, last); });
   return {packed, packed_probs};

@@ -189,6 +189,7 @@ def test_quick_gelu_with_clamp_and_offset_is_gpt_oss_s_gate(
     native: Native, ours: bool, dtype: torch.dtype, limit: float
 ) -> None:
     x, grad = drawn(5, 154, dtype=dtype, spread=6), drawn(5, 77, dtype=dtype, seed=1)
+    x[x.abs() == 7] = 5  # on the limit torch's clamp passes no gradient, ours does
     made = []
     for run, inputs in (
         (lambda x: activate(x, "quick_gelu", True, ours, limit, 1.0), (x, grad)),

@@ -10,22 +10,22 @@
 namespace ml {
 namespace ML_ISA {
 
-int32_t moe_largest(const int32_t* values, int64_t n) {
-  int32_t most = -1;
-  for (int64_t i = 0; i < n; ++i) most = values[i] > most ? values[i] : most;
-  return most;
+void moe_largest(const int32_t* values, int64_t n, int32_t& most) {
+  int32_t found = -1;
+  for (int64_t i = 0; i < n; ++i) found = values[i] > found ? values[i] : found;
+  most = found;
 }
 
-MoePairs moe_pairs(const int32_t* row_of, int64_t assignments, const int32_t* source,
-                   int64_t rows) {
-  MoePairs found{0, 0, -1};
-  for (int64_t a = 0; a < assignments; ++a) found.placed += row_of[a] >= 0;
-  for (int64_t row = 0; row < rows; ++row) {
-    if (source[row] < 0) continue;
-    ++found.filled;
-    if (row_of[source[row]] != row && found.wrong < 0) found.wrong = row;
+void moe_pairs(MoePairs& pairs) {
+  int64_t placed = 0, filled = 0;
+  for (int64_t a = 0; a < pairs.assignments; ++a) placed += pairs.row_of[a] >= 0;
+  for (int64_t row = 0; row < pairs.rows; ++row) {
+    const int32_t a = pairs.source[row];
+    filled += a >= 0;
+    if (a >= 0 && pairs.row_of[a] != row && pairs.wrong < 0) pairs.wrong = row;
   }
-  return found;
+  pairs.placed = placed;
+  pairs.filled = filled;
 }
 
 }  // namespace ML_ISA

@@ -22,6 +22,7 @@ struct MoeGather {
   const char* probs;               // with prob_bytes 0: none
   char* packed_probs;
   int64_t prob_bytes;
+  bool streaming = false;  // past the caches; packed and its rows at multiples of 64 bytes
 };
 
 // Probabilities are float, double with double rows.
@@ -44,19 +45,20 @@ struct MoeCombineBackward {
 };
 
 struct MoePairs {
-  int64_t placed, filled;  // assignments that have a row, rows that have an assignment
-  int64_t wrong;           // the first row whose assignment lies elsewhere, -1: none
+  const int32_t *row_of, *source;
+  int64_t assignments, rows;
+  // What is found: assignments with a row, rows with an assignment, and the first row whose
+  // assignment lies elsewhere (-1: none).
+  int64_t placed = 0, filled = 0, wrong = -1;
 };
 
 }  // namespace ml
 
 ML_CPU_KERNEL(moe_route, (const MoeRoute& call), (call))
-// The largest of n indices, -1 where none is above.
-ML_CPU_FUNCTION(int32_t, moe_largest, (const int32_t* values, int64_t n), (values, n))
+// `most` becomes the largest of n indices, -1 where none is above.
+ML_CPU_KERNEL(moe_largest, (const int32_t* values, int64_t n, int32_t& most), (values, n, most))
 // Indices in source are below assignments.
-ML_CPU_FUNCTION(MoePairs, moe_pairs,
-                (const int32_t* row_of, int64_t assignments, const int32_t* source, int64_t rows),
-                (row_of, assignments, source, rows))
+ML_CPU_KERNEL(moe_pairs, (MoePairs & pairs), (pairs))
 // Rows [first, last).
 ML_CPU_KERNEL(moe_gather, (const MoeGather& call, int64_t first, int64_t last),
               (call, first, last))

@@ -6,8 +6,8 @@
 //   packed, d_packed  [rows, h] T;  out, d_out  [tokens, h] T
 //   probs, d_probs    [tokens, k]  float (double of double); d_probs 0 where dropped
 //
-// Memory-bound: bytes as csrc/moe/pack.cu and combine.cu; rows that come next are asked for
-// while one is copied or added, because no processor foresees where they lie. Sums are float (double), slots
+// Memory-bound: bytes as csrc/moe/pack.cu and combine.cu. Large results of the gather are written
+// past the caches, and the row that comes next is asked for meanwhile. Sums are float (double), slots
 // ascending; each row belongs to one assignment, so tokens are independent: the same bits for
 // any number of threads. Padding rows of d_packed are the caller's to clear.
 #include <cstring>
@@ -75,17 +75,35 @@ ML_INLINE Wide<T> weighted_row(const T* row, const T* d_out, T* d_row, Wide<T> w
   return sum<A>(sums[0] + sums[1]) + tail;
 }
 
-// Copies one row of n bytes and asks for the one that comes.
-ML_INLINE void copy_row(char* to, const char* from, const char* coming, int64_t n) {
+// Copies one row past the caches and asks for the one that comes; n, a multiple of 64, bytes.
+ML_INLINE void stream_row(char* to, const char* from, const char* coming, int64_t n) {
+#if defined(__AVX2__)
   constexpr int64_t kLine = 64, B = kVectorBytes;
+  for (int64_t i = 0; i < n; i += kLine) {
+    __builtin_prefetch(coming + i);
+    for (int64_t j = i; j < i + kLine; j += B) {
+#if defined(__AVX512F__)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + j), _mm512_loadu_si512(from + j));
+#else
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + j),
+                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + j)));
+#endif
+    }
+  }
+#else
+  std::memcpy(to, from, static_cast<size_t>(n));
+#endif
+}
+
+// Rows are short: a loop in place beats calls of memcpy.
+ML_INLINE void copy_row(char* to, const char* from, int64_t n) {
+  constexpr int64_t B = kVectorBytes;
   int64_t i = 0;
   for (; i + 4 * B <= n; i += 4 * B) {
     Words parts[4];
     for (int j = 0; j < 4; ++j) std::memcpy(&parts[j], from + i + j * B, B);
-    for (int64_t line = 0; line < 4 * B; line += kLine) __builtin_prefetch(coming + i + line);
     for (int j = 0; j < 4; ++j) std::memcpy(to + i + j * B, &parts[j], B);
   }
-  if (i < n) __builtin_prefetch(coming + i);
   for (; i + B <= n; i += B) {
     Words part;
     std::memcpy(&part, from + i, B);
@@ -132,24 +150,39 @@ void backward_tokens(const MoeCombineBackward& c, int64_t first, int64_t last) {
   }
 }
 
-}  // namespace
-
-void moe_gather(const MoeGather& c, int64_t first, int64_t last) {
+template <bool streaming>
+void gather_rows(const MoeGather c, int64_t first, int64_t last) {  // a copy stays in registers
   const auto row_bytes = static_cast<size_t>(c.row_bytes);
   const auto prob_bytes = static_cast<size_t>(c.prob_bytes);
   const Quotients tokens(c.k > 1 ? c.k : 1);
-  const int64_t ahead = c.row_bytes < 2048 ? 2048 / (c.row_bytes + 1) + 1 : 1;
+  const int64_t ahead = 1 + 2048 / (c.row_bytes + 1);  // about 2 KiB
   for (int64_t row = first; row < last; ++row) {
-    const int64_t a = c.source[row], next = c.source[row + ahead < last ? row + ahead : row];
+    const int64_t a = c.source[row];
     char* to = c.packed + row * c.row_bytes;
-    const char* coming = c.x + tokens.of(next < 0 ? 0 : next) * c.x_stride;
-    if (a < 0) std::memset(to, 0, row_bytes);
-    else copy_row(to, c.x + tokens.of(a) * c.x_stride, coming, c.row_bytes);
+    if (a < 0) {
+      std::memset(to, 0, row_bytes);
+    } else if constexpr (streaming) {
+      const int64_t next = c.source[row + ahead < last ? row + ahead : row];
+      const char* coming = c.x + tokens.of(next < 0 ? 0 : next) * c.x_stride;
+      stream_row(to, c.x + tokens.of(a) * c.x_stride, coming, c.row_bytes);
+    } else {
+      copy_row(to, c.x + tokens.of(a) * c.x_stride, c.row_bytes);
+    }
     if (prob_bytes == 0) continue;
     char* prob = c.packed_probs + row * c.prob_bytes;
     if (a < 0) std::memset(prob, 0, prob_bytes);
     else std::memcpy(prob, c.probs + a * c.prob_bytes, prob_bytes);
   }
+#if defined(__AVX2__)
+  if constexpr (streaming) _mm_sfence();  // other threads read what was written past the caches
+#endif
+}
+
+}  // namespace
+
+void moe_gather(const MoeGather& call, int64_t first, int64_t last) {
+  if (call.streaming) gather_rows<true>(call, first, last);
+  else gather_rows<false>(call, first, last);
 }
 
 void moe_scatter_probs(const void* packed_probs, const int32_t* row_of, void* probs,
