@@ -30,8 +30,9 @@ namespace {
 
 constexpr int64_t kMostRows = 0x7fffffff, kMostExperts = 8192, kMostAlign = 1 << 20;
 // From here on what reads packed next hardly finds it in a cache: written past them, its lines
-// need not be fetched first. Of less, that reader loses more than the gather wins.
-constexpr int64_t kStreamedBytes = 8 << 20;
+// need not be fetched first. Of less, that reader loses more than the gather wins; more is new
+// from the system (glibc keeps blocks of at most 32 MiB), which has just zeroed it in the caches.
+constexpr int64_t kLeastStreamedBytes = 8 << 20, kMostStreamedBytes = 32 << 20;
 constexpr int64_t kChunk = 512;  // of the workspace of csrc/moe/routing.cu
 
 int32_t* ints(const Tensor& x) { return static_cast<int32_t*>(x.mutable_data_ptr()); }
@@ -183,7 +184,7 @@ std::tuple<Tensor, Tensor> moe_gather_op(Tensor x, MaybeTensor probs, Tensor sou
     return {packed, packed_probs};
   }
 #endif
-  const int64_t row_bytes = tokens.columns * size;
+  const int64_t row_bytes = tokens.columns * size, packed_bytes = rows * row_bytes;
   const bool whole_lines =
       reinterpret_cast<uintptr_t>(packed.mutable_data_ptr()) % 64 == 0 && row_bytes % 64 == 0;
   const MoeGather call{ints(source),
@@ -195,7 +196,8 @@ std::tuple<Tensor, Tensor> moe_gather_op(Tensor x, MaybeTensor probs, Tensor sou
                        probs ? static_cast<const char*>(probs->const_data_ptr()) : nullptr,
                        static_cast<char*>(packed_probs.mutable_data_ptr()),
                        probs ? static_cast<int64_t>(probs->element_size()) : 0,
-                       whole_lines && rows * row_bytes >= kStreamedBytes};
+                       whole_lines && packed_bytes >= kLeastStreamedBytes &&
+                           packed_bytes < kMostStreamedBytes};
   run_rows(rows, tokens.columns,
            [&](int64_t first, int64_t last) { moe_gather(call, first, last); });
   return {packed, packed_probs};

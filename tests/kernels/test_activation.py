@@ -145,9 +145,7 @@ def test_limit_clamps_gate_and_up_and_stops_their_gradients(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("limit", [math.inf, 7.0])
-def test_gpt_oss_s_gate_matches_float64(
-    kernels: build.Kernels, limit: float, dtype: str
-) -> None:
+def test_gpt_oss_s_gate_matches_float64(kernels: build.Kernels, limit: float, dtype: str) -> None:
     for f, pad in ((344, 0), (77, 3)):
         case = Case(
             kernels, "quick_gelu", True, dtype, 6, f, pad, spread=6.0, limit=limit, linear=1.0
