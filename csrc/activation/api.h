@@ -7,8 +7,9 @@
 
 namespace ml {
 
-Tensor activation_forward_op(Tensor x, std::string kind, bool gated, double limit);
+Tensor activation_forward_op(Tensor x, std::string kind, bool gated, double limit, double offset);
 
-Tensor activation_backward_op(Tensor grad, Tensor x, std::string kind, bool gated, double limit);
+Tensor activation_backward_op(Tensor grad, Tensor x, std::string kind, bool gated, double limit,
+                              double offset);
 
 }  // namespace ml

@@ -1,8 +1,6 @@
 // Checks and dispatch of MoE routing, gather and combine.
 #include "moe/api.h"
 
-#include <cstring>
-
 #include "moe/cpu/moe.h"
 
 #ifdef ML_WITH_CUDA
@@ -31,6 +29,10 @@ namespace ml {
 namespace {
 
 constexpr int64_t kMostRows = 0x7fffffff, kMostExperts = 8192, kMostAlign = 1 << 20;
+// From here on what reads packed next hardly finds it in a cache: written past them, its lines
+// need not be fetched first. Of less, that reader loses more than the gather wins; more is new
+// from the system (glibc keeps blocks of at most 32 MiB), which has just zeroed it in the caches.
+constexpr int64_t kLeastStreamedBytes = 8 << 20, kMostStreamedBytes = 32 << 20;
 constexpr int64_t kChunk = 512;  // of the workspace of csrc/moe/routing.cu
 
 int32_t* ints(const Tensor& x) { return static_cast<int32_t*>(x.mutable_data_ptr()); }
@@ -49,10 +51,8 @@ void check_indices(const Tensor& x, int64_t dims, const Tensor& like, const char
 // Values in [-1, bound): on the CPU a wrong index is told, not followed.
 void check_below(const Tensor& x, int64_t bound, const char* name) {
   if (x.is_cuda()) return;
-  const int32_t* values = ints(x);
-  const int64_t n = x.numel();
   int32_t most = -1;
-  for (int64_t i = 0; i < n; ++i) most = values[i] > most ? values[i] : most;
+  moe_largest(ints(x), x.numel(), most);
   ML_CHECK(most < bound, name, ": holds ", most, ", must be below ", bound);
 }
 
@@ -60,15 +60,13 @@ void check_below(const Tensor& x, int64_t bound, const char* name) {
 void check_paired(const Tensor& row_of, const Tensor& source) {
   if (row_of.is_cuda()) return;
   const int32_t *rows = ints(row_of), *from = ints(source);
-  const int64_t assignments = row_of.numel(), n = source.numel();
-  int64_t placed = 0, filled = 0;
-  for (int64_t a = 0; a < assignments; ++a) placed += rows[a] >= 0;
-  for (int64_t row = 0; row < n; ++row) {
-    filled += from[row] >= 0;
-    ML_CHECK(from[row] < 0 || rows[from[row]] == row, "source: row ", row, " is assignment ",
-             from[row], ", whose row_of is ", from[row] < 0 ? -1 : rows[from[row]]);
-  }
-  ML_CHECK(placed == filled, "row_of: places ", placed, " assignments, source has ", filled);
+  MoePairs found{rows, from, row_of.numel(), source.numel()};
+  moe_pairs(found);
+  const int64_t wrong = found.wrong;
+  ML_CHECK(wrong < 0, "source: row ", wrong, " is assignment ", from[wrong], ", whose row_of is ",
+           rows[from[wrong]]);
+  ML_CHECK(found.placed == found.filled, "row_of: places ", found.placed,
+           " assignments, source has ", found.filled);
 }
 
 void check_probs(const Tensor& probs, const Tensor& row_of, const Tensor& like) {
@@ -173,8 +171,8 @@ std::tuple<Tensor, Tensor> moe_gather_op(Tensor x, MaybeTensor probs, Tensor sou
   const Rows tokens = rows_of(x, "x");
   const int64_t rows = source.size(0), size = static_cast<int64_t>(x.element_size());
   const int64_t k = row_of.size(1);
-  Tensor packed = new_shape(x, {rows, tokens.columns}, x.scalar_type());
   Tensor packed_probs = new_shape(x, {probs ? rows : 0}, prob_type);
+  Tensor packed = new_shape(x, {rows, tokens.columns}, x.scalar_type());
 #ifdef ML_WITH_CUDA
   if (x.is_cuda()) {
     check_launch(
@@ -186,15 +184,20 @@ std::tuple<Tensor, Tensor> moe_gather_op(Tensor x, MaybeTensor probs, Tensor sou
     return {packed, packed_probs};
   }
 #endif
+  const int64_t row_bytes = tokens.columns * size, packed_bytes = rows * row_bytes;
+  const bool whole_lines =
+      reinterpret_cast<uintptr_t>(packed.mutable_data_ptr()) % 64 == 0 && row_bytes % 64 == 0;
   const MoeGather call{ints(source),
                        static_cast<const char*>(tokens.data()),
                        static_cast<char*>(packed.mutable_data_ptr()),
                        tokens.stride * size,
-                       tokens.columns * size,
+                       row_bytes,
                        k,
                        probs ? static_cast<const char*>(probs->const_data_ptr()) : nullptr,
                        static_cast<char*>(packed_probs.mutable_data_ptr()),
-                       probs ? static_cast<int64_t>(probs->element_size()) : 0};
+                       probs ? static_cast<int64_t>(probs->element_size()) : 0,
+                       whole_lines && packed_bytes >= kLeastStreamedBytes &&
+                           packed_bytes < kMostStreamedBytes};
   run_rows(rows, tokens.columns,
            [&](int64_t first, int64_t last) { moe_gather(call, first, last); });
   return {packed, packed_probs};
@@ -217,15 +220,8 @@ Tensor moe_scatter_probs_op(Tensor packed_probs, Tensor row_of) {
     return probs;
   }
 #endif
-  const auto size = packed_probs.element_size();
-  const char* from = static_cast<const char*>(packed_probs.const_data_ptr());
-  char* to = static_cast<char*>(probs.mutable_data_ptr());
-  const int64_t assignments = row_of.numel();
-  for (int64_t a = 0; a < assignments; ++a, to += size) {
-    const int64_t row = ints(row_of)[a];
-    if (row < 0) std::memset(to, 0, size);
-    else std::memcpy(to, from + row * static_cast<int64_t>(size), size);
-  }
+  moe_scatter_probs(packed_probs.const_data_ptr(), ints(row_of), probs.mutable_data_ptr(),
+                    row_of.numel(), static_cast<int64_t>(packed_probs.element_size()));
   return probs;
 }
 
@@ -295,10 +291,8 @@ std::tuple<Tensor, Tensor> moe_combine_backward_op(Tensor grad, Tensor packed, M
                                 sizes.k};
   run_rows(sizes.tokens, sizes.h * sizes.k,
            [&](int64_t first, int64_t last) { moe_combine_backward(call, first, last); });
-  const auto row_bytes = static_cast<size_t>(sizes.h) * packed.element_size();
-  char* row = static_cast<char*>(d_packed.mutable_data_ptr());
-  for (int64_t i = 0; i < sizes.rows; ++i, row += row_bytes)
-    if (ints(source)[i] < 0) std::memset(row, 0, row_bytes);
+  moe_clear_padding(ints(source), sizes.rows, d_packed.mutable_data_ptr(),
+                    sizes.h * static_cast<int64_t>(packed.element_size()));
   return {d_packed, d_probs};
 }
 

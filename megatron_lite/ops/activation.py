@@ -3,8 +3,8 @@
 Gated: activation(gate) * (up + offset); with a `limit` the gate is clamped from above and up
 on both sides first, so that no product runs away (GPT-OSS: 7, and an offset of 1). Bound by
 memory: gated forward reads 2 t*f and writes t*f elements; backward reads 3 t*f and writes
-2 t*f (half of that for plain ones). The native operation computes in fp32 and rounds once; it
-does not know offsets and "quick_gelu", x sigmoid(1.702 x), for which the reference serves.
+2 t*f (half of that for plain ones). The native operation computes in fp32 and rounds once.
+"quick_gelu" is x sigmoid(1.702 x).
 """
 
 from __future__ import annotations
@@ -84,21 +84,22 @@ def _backward_reference(
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.kind, ctx.gated, ctx.limit = inputs
+    x, *ctx.arguments = inputs
     ctx.save_for_backward(x)
 
 
 def _backward_rule(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (x,) = ctx.saved_tensors
-    return activation_backward(grad, x, ctx.kind, ctx.gated, ctx.limit), None, None, None
+    return activation_backward(grad, x, *ctx.arguments), None, None, None, None
 
 
 activation_backward = define_operation(
-    "activation_backward(Tensor grad, Tensor x, str kind, bool gated, float limit) -> Tensor",
+    "activation_backward(Tensor grad, Tensor x, str kind, bool gated, float limit,"
+    " float offset=0.0) -> Tensor",
     _backward_reference,
 )
 activation_forward = define_operation(
-    "activation_forward(Tensor x, str kind, bool gated, float limit) -> Tensor",
+    "activation_forward(Tensor x, str kind, bool gated, float limit, float offset=0.0) -> Tensor",
     _forward_reference,
     backward=_backward_rule,
     setup_context=_keep_for_backward,
@@ -120,9 +121,8 @@ class _Activation(torch.autograd.Function):
         ctx: Any, x: Tensor, kind: str, gated: bool, limit: float, offset: float, native: bool
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.native = native and kind != "quick_gelu" and not offset
-        ctx.arguments = (kind, gated, limit) if ctx.native else (kind, gated, limit, offset)
-        ours = ctx.native and not _torch_is_faster(x, kind, gated)
+        ctx.native, ctx.arguments = native, (kind, gated, limit, offset)
+        ours = native and not _torch_is_faster(x, kind, gated)
         run = activation_forward if ours else _forward_reference
         return run(x, *ctx.arguments)  # type: ignore[no-any-return]
 

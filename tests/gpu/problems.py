@@ -93,12 +93,13 @@ def norms(dtype: torch.dtype, size: str) -> list[Problem]:
 def activations(dtype: torch.dtype, size: str) -> list[Problem]:
     shapes = [(3, 7), (5, 64), (2, 3, 129), (3, 0)] if size == "small" else [(1027, 8192)]
     found = []
-    for kind in ("gelu", "gelu_tanh", "silu", "squared_relu"):
+    gates = ((False, math.inf, 0.0), (True, math.inf, 0.0), (True, 1.5, 0.0), (True, 1.5, 1.0))
+    for kind in ("gelu", "gelu_tanh", "silu", "squared_relu", "quick_gelu"):
         for *rows, f in shapes:
-            for gated, limit in ((False, math.inf), (True, math.inf), (True, 1.5)):
+            for gated, limit, offset in gates:
                 x = drawn(*rows, 2 * f if gated else f, dtype=dtype, seed=1)
                 grad = drawn(*rows, f, dtype=dtype, seed=2)
-                key = (kind, gated, limit)
+                key = (kind, gated, limit, offset)
                 forward, backward = activation.activation_forward, activation.activation_backward
                 found += [
                     Problem(forward, activation._forward_reference, (x, *key), (), (0,)),

@@ -150,7 +150,7 @@ BUDGETS: dict[str, tuple[Budget, ...]] = {
         Budget(f"activate_backward<{ANY}, false, [48]>", (48, 48), wide(2, 1)),
         # Gate and up are kept beside their clamped values: six vectors, 16-bit ones of 8.
         Budget(f"activate_backward<{T16}, true, 8>", (56, 64), wide(3, 2)),
-        Budget("activate_backward<float, true, 4>", (32, 32), wide(3, 2)),
+        Budget("activate_backward<float, true, 4>", (40, 40), wide(3, 2)),
         Budget(f"activate_backward<{ANY}, .*, 1>", (32, 32)),
     ),
     "csrc/cross_entropy/cross_entropy.cu": (

@@ -29,7 +29,7 @@ from tests.kernels.elements import (
 from tests.sim import build
 
 SOURCE = "activation/activation.cu"
-KINDS = ("gelu", "gelu_tanh", "silu", "squared_relu")
+KINDS = ("gelu", "gelu_tanh", "silu", "squared_relu", "quick_gelu")
 erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
@@ -51,6 +51,10 @@ def reference(kind: str, x: Array) -> tuple[Array, Array]:
     if kind == "silu":
         share = 0.5 * (1 + np.tanh(x / 2))
         return x * share, share * (1 + x * (1 - share))
+    if kind == "quick_gelu":
+        y = 1.702 * x
+        share = 0.5 * (1 + np.tanh(y / 2))
+        return x * share, share * (1 + y * (1 - share))
     return np.maximum(x, 0) ** 2, 2 * np.maximum(x, 0)
 
 
@@ -60,10 +64,10 @@ class Case:
     def __init__(
         self, kernels: build.Kernels, kind: str = "silu", gated: bool = True, dtype: str = "bf16",
         t: int = 5, f: int = 64, pad: int = 0, offset: int = 0, spread: float = 2.0,
-        limit: float = math.inf,
+        limit: float = math.inf, linear: float = 0.0,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(f)
-        self.limit = limit
+        self.limit, self.linear = limit, linear
         self.kernels, self.kind, self.gated, self.dtype, self.t, self.f = (
             kernels, kind, gated, dtype, t, f,
         )  # fmt: skip
@@ -76,15 +80,16 @@ class Case:
         self.out = empty(self.t, self.f, self.dtype, self.f + self.pad, self.offset)
         return getattr(self.kernels, run)(
             "launch_activation_forward", code(self.dtype), KINDS.index(self.kind), self.gated,
-            self.limit, self.x, self.width + self.pad, self.out, self.f + self.pad, self.t, self.f,
+            self.limit, self.linear, self.x, self.width + self.pad, self.out, self.f + self.pad,
+            self.t, self.f,
         )  # fmt: skip
 
     def backward(self, run: str = "call") -> Any:
         self.grad_x = empty(self.t, self.width, self.dtype, self.width + self.pad, self.offset)
         return getattr(self.kernels, run)(
             "launch_activation_backward", code(self.dtype), KINDS.index(self.kind), self.gated,
-            self.limit, self.grad, self.f + self.pad, self.x, self.width + self.pad, self.grad_x,
-            self.width + self.pad, self.t, self.f,
+            self.limit, self.linear, self.grad, self.f + self.pad, self.x, self.width + self.pad,
+            self.grad_x, self.width + self.pad, self.t, self.f,
         )  # fmt: skip
 
     def run(self) -> Case:
@@ -93,7 +98,7 @@ class Case:
         x, grad = wide(self.x), wide(self.grad)
         gate, up = (x[:, : self.f], x[:, self.f :]) if self.gated else (x, 1.0)
         far_gate, far_up = gate > self.limit, np.abs(up) > self.limit
-        gate, up = np.minimum(gate, self.limit), np.clip(up, -self.limit, self.limit)
+        gate, up = np.minimum(gate, self.limit), np.clip(up, -self.limit, self.limit) + self.linear
         value, slope = reference(self.kind, gate)
         slope = np.where(far_gate, 0.0, slope)
         size = np.abs(value) if self.kind == "squared_relu" else np.abs(gate)
@@ -111,7 +116,7 @@ class Case:
 def small(kernels: build.Kernels) -> None:
     """For the sanitizers."""
     for kind in KINDS:
-        Case(kernels, kind, True, t=9, f=264).run()
+        Case(kernels, kind, True, t=9, f=264, limit=1.5, linear=1.0).run()
         Case(kernels, kind, False, "fp32", f=37, offset=1).run()
 
 
@@ -138,6 +143,18 @@ def test_limit_clamps_gate_and_up_and_stops_their_gradients(
         assert (wide(case.x) > 7).any() and (wide(case.x) < -7).any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("limit", [math.inf, 7.0])
+def test_gpt_oss_s_gate_matches_float64(kernels: build.Kernels, limit: float, dtype: str) -> None:
+    for f, pad in ((344, 0), (77, 3)):
+        case = Case(
+            kernels, "quick_gelu", True, dtype, 6, f, pad, spread=6.0, limit=limit, linear=1.0
+        )
+        case.x[0, f] = -1  # there the offset cancels
+        case.run()
+        assert case.out[0, 0] == 0 and case.grad_x[0, 0] == 0
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -154,7 +171,7 @@ def test_layouts(kernels: build.Kernels, gated: bool, layout: dict[str, Any]) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_far_tails_stay_finite_and_nan_stays_nan(kernels: build.Kernels, kind: str) -> None:
     case = Case(kernels, kind, False, "fp32", 1, 8)
-    case.x[0] = [-1e4, -88.8, -30, -9.5, 0, 9.5, 1e4, np.nan]
+    case.x[0] = [-3e38 if kind == "quick_gelu" else -1e4, -88.8, -30, -9.5, 0, 9.5, 1e4, np.nan]
     case.grad[...] = 1
     case.forward()
     case.backward()
@@ -168,11 +185,14 @@ def test_far_tails_stay_finite_and_nan_stays_nan(kernels: build.Kernels, kind: s
 @given(
     st.sampled_from(KINDS), st.booleans(), st.sampled_from(sorted(DTYPES)), st.integers(1, 9),
     st.integers(1, 300), st.integers(0, 9), st.integers(0, 9), st.floats(0.01, 6),
+    st.sampled_from([math.inf, 7.0, 0.5]), st.sampled_from([0.0, 1.0, -0.25]),
 )  # fmt: skip
 def test_drawn_cases_match_float64(
-    kind: str, gated: bool, dtype: str, t: int, f: int, pad: int, offset: int, spread: float
-) -> None:
-    Case(load(SOURCE), kind, gated, dtype, t, f, pad, offset, spread).run()
+    kind: str, gated: bool, dtype: str, t: int, f: int, pad: int, offset: int, spread: float,
+    limit: float, linear: float,
+) -> None:  # fmt: skip
+    extras = (limit, linear) if gated else ()
+    Case(load(SOURCE), kind, gated, dtype, t, f, pad, offset, spread, *extras).run()
 
 
 def test_results_do_not_depend_on_the_order_of_threads(kernels: build.Kernels) -> None:
@@ -203,12 +223,15 @@ def test_rows_beyond_2_to_the_31_elements(kernels: build.Kernels) -> None:
     rows = np.lib.stride_tricks.as_strided(memory, (2, 2 * f), (2 * stride, 2))
     rows[...] = dense.x
     out = empty(2, f, "bf16")
-    kernels.call("launch_activation_forward", 1, 0, 1, math.inf, rows, stride, out, f, 2, f)
+    kernels.call("launch_activation_forward", 1, 0, 1, math.inf, 0.0, rows, stride, out, f, 2, f)
     np.testing.assert_array_equal(out, dense.out)
 
 
-def test_illegal_kinds_and_limits_are_refused(kernels: build.Kernels) -> None:
+def test_illegal_kinds_limits_and_offsets_are_refused(kernels: build.Kernels) -> None:
     x = empty(1, 8, "bf16")
-    for kind, limit in ((4, math.inf), (-1, math.inf), (0, 0.0), (0, math.nan)):
+    for kind, limit, offset in (
+        (5, math.inf, 0.0), (-1, math.inf, 0.0), (0, 0.0, 0.0), (0, math.nan, 0.0),
+        (0, 1.0, math.nan), (0, 1.0, math.inf),
+    ):  # fmt: skip
         with pytest.raises(build.SimError, match="returned 1"):
-            kernels.call("launch_activation_forward", 1, kind, 0, limit, x, 8, x, 8, 1, 8)
+            kernels.call("launch_activation_forward", 1, kind, 1, limit, offset, x, 8, x, 8, 1, 4)

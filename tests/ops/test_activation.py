@@ -25,7 +25,7 @@ BOUNDS = {
     torch.float16: 6e-4,
 }
 TAIL_BOUND = 4e-7  # relative, times 1 + x^2: of lower tails, where 1 + erf would cancel
-KINDS = ("gelu", "gelu_tanh", "silu", "squared_relu")
+KINDS = ("gelu", "gelu_tanh", "silu", "squared_relu", "quick_gelu")
 SHAPES = [(1, 1), (3, 7), (5, 64), (2, 3, 129), (0, 16), (3, 0), (70, 384)]
 
 
@@ -39,12 +39,14 @@ def assert_near(got: Tensor, exact: Tensor, bound: float) -> None:
     assert ((got.double() - exact).abs() <= bound * (1 + exact.abs())).all()
 
 
-def check(x: Tensor, grad: Tensor, kind: str, gated: bool, limit: float = math.inf) -> None:
-    bound = BOUNDS[x.dtype]
-    exact = _forward_reference(x.double(), kind, gated, limit)
-    assert_near(activation_forward(x, kind, gated, limit), exact, bound)
-    exact = _backward_reference(grad.double(), x.double(), kind, gated, limit)
-    assert_near(activation_backward(grad, x, kind, gated, limit), exact, 2 * bound)
+def check(
+    x: Tensor, grad: Tensor, kind: str, gated: bool, limit: float = math.inf, offset: float = 0.0
+) -> None:
+    bound, call = BOUNDS[x.dtype], (kind, gated, limit, offset)
+    exact = _forward_reference(x.double(), *call)
+    assert_near(activation_forward(x, *call), exact, bound)
+    exact = _backward_reference(grad.double(), x.double(), *call)
+    assert_near(activation_backward(grad, x, *call), exact, 2 * bound)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -73,6 +75,17 @@ def test_limit_clamps_gate_and_up_and_stops_their_gradients(
     assert (grad_up[0, :4] != 0).all() and (grad_gate[0, :4] != 0).all()
 
 
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_offsets_match_float64_at_every_level(level: str, kind: str, dtype: torch.dtype) -> None:
+    for f in (77, 128):
+        x, grad = drawn(5, 2 * f, dtype=dtype, seed=7, spread=6), drawn(5, f, dtype=dtype, seed=8)
+        x[0, f : f + 2] = torch.tensor([-7.0, -1.0])  # on the limit; where the offset cancels
+        for limit in (math.inf, 7.0):
+            check(x, grad, kind, True, limit, 1.0)
+            assert activation_forward(x, kind, True, limit, 1.0)[0, 1] == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_level_agrees_with_the_reference(level: str, kind: str, dtype: torch.dtype) -> None:
@@ -83,12 +96,13 @@ def test_every_level_agrees_with_the_reference(level: str, kind: str, dtype: tor
 
 def test_lower_tails_keep_their_digits_at_every_level(level: str) -> None:
     x = torch.linspace(-12.5, 0, 4099)
-    for kind in ("gelu", "silu"):
-        exact = x.double() * (
-            0.5 * torch.special.erfc(-x.double() / math.sqrt(2))
-            if kind == "gelu"
-            else torch.sigmoid(x.double())
-        )
+    shares = {
+        "gelu": lambda x: 0.5 * torch.special.erfc(-x / math.sqrt(2)),
+        "silu": torch.sigmoid,
+        "quick_gelu": lambda x: torch.sigmoid(1.702 * x),
+    }
+    for kind, share in shares.items():
+        exact = x.double() * share(x.double())
         error = (activation_forward(x, kind, False, math.inf).double() - exact).abs()
         assert (error <= TAIL_BOUND * (1 + x * x) * exact.abs()).all()
 
@@ -138,16 +152,25 @@ def test_strided_and_misaligned_rows_are_read_where_they_lie(native: Native) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("limit", [None, math.inf, 1.5], ids=["plain", "gated", "clamped"])
-def test_autograd_and_fake_rules(native: Native, kind: str, limit: float | None) -> None:
-    gated, bound = limit is not None, math.inf if limit is None else limit
+@pytest.mark.parametrize(
+    ("gated", "limit", "offset"),
+    [(False, math.inf, 0.0), (True, math.inf, 0.0), (True, 1.5, 0.0), (True, 1.5, 1.0)],
+    ids=["plain", "gated", "clamped", "offset"],
+)
+def test_autograd_and_fake_rules(
+    native: Native, kind: str, gated: bool, limit: float, offset: float
+) -> None:
+    call = (kind, gated, limit, offset)
     x = drawn(2, 3, 6, dtype=torch.float64).requires_grad_()
-    torch.library.opcheck(activation_forward, (x, kind, gated, bound))
+    torch.library.opcheck(activation_forward, (x, *call))
     grad = drawn(2, 3, 3 if gated else 6, dtype=torch.float64)
-    torch.library.opcheck(activation_backward, (grad, x.detach(), kind, gated, bound))
-    assert torch.autograd.gradcheck(lambda x: activation_forward(x, kind, gated, bound), x)
-    assert torch.autograd.gradcheck(lambda x: activate(x, kind, gated, True, bound), x)
-    assert torch.autograd.gradcheck(lambda x: activate(x, kind, gated, False, bound), x)
+    torch.library.opcheck(activation_backward, (grad, x.detach(), *call))
+    assert torch.autograd.gradcheck(lambda x: activation_forward(x, *call), x)
+    for ours in (True, False):
+        assert torch.autograd.gradcheck(
+            lambda x: activate(x, kind, gated, ours, limit, offset),  # noqa: B023
+            x,
+        )
 
 
 def gpt_oss(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -157,19 +180,40 @@ def gpt_oss(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 
 @pytest.mark.parametrize("limit", [math.inf, 7.0])
-@pytest.mark.parametrize("ours", [False, True], ids=["reference", "native"])
-def test_quick_gelu_with_clamp_and_offset_is_gpt_oss_s_gate(ours: bool, limit: float) -> None:
-    x, grad = drawn(5, 154, dtype=torch.float64, spread=6), drawn(5, 77, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("ours", "dtype"),
+    [(False, torch.float64), *((True, dtype) for dtype in BOUNDS)],
+    ids=lambda value: {True: "native", False: "reference"}.get(value, str(value)),
+)
+def test_quick_gelu_with_clamp_and_offset_is_gpt_oss_s_gate(
+    native: Native, ours: bool, dtype: torch.dtype, limit: float
+) -> None:
+    x, grad = drawn(5, 154, dtype=dtype, spread=6), drawn(5, 77, dtype=dtype, seed=1)
+    x[x.abs() == 7] = 5  # on the limit torch's clamp passes no gradient, ours does
     made = []
-    for run in (
-        lambda x: activate(x, "quick_gelu", True, ours, limit, 1.0),
-        lambda x: gpt_oss(*x.chunk(2, dim=-1), limit),
+    for run, inputs in (
+        (lambda x: activate(x, "quick_gelu", True, ours, limit, 1.0), (x, grad)),
+        (lambda x: gpt_oss(*x.chunk(2, dim=-1), limit), (x.double(), grad.double())),
     ):
-        leaf = x.clone().requires_grad_()
+        leaf = inputs[0].clone().requires_grad_()
         out = run(leaf)
-        made.append((out.detach(), *torch.autograd.grad(out, leaf, grad)))
+        made.append((out.detach(), *torch.autograd.grad(out, leaf, inputs[1])))
     for got, exact in zip(*made, strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-13)
+        assert got.dtype == dtype
+        assert_near(got, exact, 2 * BOUNDS[dtype])
+
+
+def test_native_runs_the_operation_for_gpt_oss_s_gate(
+    native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: object) -> Tensor:
+        raise AssertionError("the reference ran")
+
+    for name in ("_forward_reference", "_backward_reference"):
+        monkeypatch.setattr(f"megatron_lite.ops.activation.{name}", refused)
+    x = drawn(3, 16, dtype=torch.float32).requires_grad_()
+    activate(x, "quick_gelu", True, True, 7.0, 1.0).sum().backward()
+    assert x.grad is not None and x.grad.any()
 
 
 def test_an_offset_joins_the_linear_half_of_every_gate(native: Native) -> None:
@@ -193,6 +237,10 @@ def test_bad_input_is_refused_with_its_name(native: Native) -> None:
         activation_forward(x, "silu", True, 0.0)
     with pytest.raises(RuntimeError, match="limit: only gated"):
         activation_forward(x, "silu", False, 7.0)
+    with pytest.raises(RuntimeError, match="offset: only gated"):
+        activation_forward(x, "silu", False, math.inf, 1.0)
+    with pytest.raises(RuntimeError, match="offset: must be finite, not nan"):
+        activation_forward(x, "silu", True, math.inf, math.nan)
     with pytest.raises(RuntimeError, match="x: dtype must be"):
         activation_forward(x.int(), "silu", False, math.inf)
     with pytest.raises(RuntimeError, match="grad: shape differs"):

@@ -213,6 +213,17 @@ def test_combine_and_its_gradients_match_float64(
         assert not d_probs[row_of < 0].any() if weighted else d_probs.numel() == 0
 
 
+@pytest.mark.parametrize("k", [1, 3, 7, 8])
+def test_large_results_are_written_past_the_caches_alike(level: str, k: int) -> None:
+    tokens, h = 1001, 2400 // k // 16 * 16  # 8 MiB and more, rows of whole lines
+    row_of, source = routed((tokens, 16, k, 8, 0.1))
+    x = drawn(tokens, h, dtype=torch.float32, seed=k)
+    for part in (x, x[:, : h - 1]):  # the second has no whole lines
+        packed, _ = moe_gather(part, None, source, row_of)
+        assert packed.nbytes >= 8 << 20
+        assert torch.equal(packed, _gather_reference(part, None, source, row_of)[0])
+
+
 def test_results_do_not_depend_on_threads(native: Native) -> None:
     row_of, source = routed((700, 16, 4, 8, 0.1))
     packed, grad = (drawn(n, 96, dtype=torch.float32, seed=n) for n in (len(source), 700))

@@ -64,3 +64,14 @@ def test_the_program_measures_rows_and_layers(
     assert {row["name"] for row in kept["layers"]} >= {"ours", "torch grouped_mm"}
     assert "| pack 32 x 2 h 32 |" in capsys.readouterr().out
     assert moe.main(["--rounds", "0"]) == 2
+
+
+def test_widths_choose_the_h_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    if load_native().library is None:
+        pytest.skip("no native library")
+    assert moe.main(["--quick", "--parts", "rows", "--device", "cpu", "--widths", "8", "24"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"| pack 32 x {k} h {h} |" in printed for k in (2, 4) for h in (8, 24))
+    assert "h 32" not in printed
+    assert moe.main(["--device", "cpu", "--widths", "8", "0"]) == 2
+    assert "--widths 0: h is at least 1" in capsys.readouterr().err

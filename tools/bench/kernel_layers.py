@@ -51,7 +51,7 @@ def norms(draw: Inputs, scale: Scale) -> Iterator[Case]:
 
 
 def activations(draw: Inputs, scale: Scale) -> Iterator[Case]:
-    """SwiGLU and GELU."""
+    """SwiGLU, GPT-OSS's gate and GELU."""
     t, f = scale.t, 8 * scale.h // 3 // 8 * 8
     x, plain = draw.leaf(t, 2 * f), draw.leaf(t, f)
     moved = t * f * draw.bytes
@@ -59,6 +59,11 @@ def activations(draw: Inputs, scale: Scale) -> Iterator[Case]:
     def swiglu(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate) * up
+
+    def gpt_oss(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
     gated = {
         "ours": Contestant(lambda x: activation.activation_forward(x, "silu", True, math.inf)),
@@ -72,6 +77,13 @@ def activations(draw: Inputs, scale: Scale) -> Iterator[Case]:
     yield Case(
         "activation", f"SwiGLU [{t}, 2*{f}]", "memory", 3 * moved, 8 * moved, (x,), (x,), gated
     )
+    gate = ("quick_gelu", True, 7.0, 1.0)
+    clamped = {
+        "ours": Contestant(lambda x: activation.activation_forward(x, *gate)),
+        "torch": Contestant(gpt_oss, compiles=True),
+    }
+    label = f"GPT-OSS gate [{t}, 2*{f}]"
+    yield Case("activation", label, "memory", 3 * moved, 8 * moved, (x,), (x,), clamped)
     tanh = {
         "ours": Contestant(lambda x: activation.activation_forward(x, "gelu", False, math.inf)),
         "torch": Contestant(functional.gelu, compiles=True),

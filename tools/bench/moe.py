@@ -10,6 +10,7 @@ rows.
 
     python tools/bench/moe.py --dtype bf16 --rounds 9
     python tools/bench/moe.py --parts layer --ranks 2 --dtype fp32
+    python tools/bench/moe.py --parts rows --widths 128 512 4096 --threads 2
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,11 +82,16 @@ def row_cases(size: Size, options: argparse.Namespace) -> Iterator[Case]:
 
 def measure_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of all sizes."""
+    import torch
+
+    if options.device == "cpu":
+        torch.set_num_threads(options.threads)
     clock = kernels.Clock(options.device, options.window_ms, options.rounds)
     return [
         row
         for size in sizes(options)
-        for case in row_cases(size, options)
+        for h in options.widths or [size.h]
+        for case in row_cases(replace(size, h=h), options)
         for row in kernels.measure_case(case, options, clock)
     ]
 
@@ -214,6 +221,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="CUDA where there is one")
     parser.add_argument("--dtype", choices=tuple(AGREEMENT), default="bf16")
     parser.add_argument("--threads", type=int, default=1, help="of one rank on the CPU (1)")
+    parser.add_argument("--widths", nargs="+", type=int, help="h of the rows (that of the layers)")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds (7)")
     parser.add_argument("--window-ms", type=float, default=60, help="work per timing of rows (60)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, 2 rounds: does it run?")
@@ -252,6 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.compile, options.isa = False, None  # what kernels.py offers and this does not
         kernels.check_options(options)
+        if options.widths is not None and min(options.widths) < 1:
+            raise UserError(f"--widths {min(options.widths)}: h is at least 1")
         if options.rank_rows is not None:
             return rank_starter.run(
                 __file__, arguments, 2, options.device, lambda info: run_rank(options, info)

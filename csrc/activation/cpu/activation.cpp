@@ -1,7 +1,8 @@
 // Activations of the MLP, plain and gated, and their gradients from the saved input.
 //
 //   x       [rows, f] or, gated, [rows, 2f] (gate before up)  T, rows at any stride
-//   out     [rows, f]   T, contiguous:  act(x)  or  act(min(gate, limit)) * clamp(up, limit)
+//   out     [rows, f]   T, contiguous:  act(x)  or
+//                       act(min(gate, limit)) * (clamp(up, limit) + offset)
 //   grad    [rows, f]   T, gradient of out, rows at any stride;  grad_x like x, contiguous
 //
 // Arithmetic is float (double), each result is rounded once. Where gate or up is beyond the
@@ -46,6 +47,13 @@ ML_INLINE Point<A> activation(Vector<A> x) {
     const Vector<A> near = reciprocal_of(one + e), tail = e * near;
     const Vector<A> share = x < 0 ? tail : near, other = x < 0 ? near : tail;
     return {x * share, share * (one + x * other)};
+  } else if constexpr (kind == Activation::quick_gelu) {
+    const A far = sizeof(A) == 4 ? A(100) : A(800);  // the tails are 0 beyond; keeps y finite
+    const Vector<A> y = minimum<A>(splat(far), maximum<A>(splat(-far), A(1.702) * x));
+    const Vector<A> e = exp_falling(minus_magnitude_of(y));
+    const Vector<A> near = reciprocal_of(one + e), tail = e * near;
+    const Vector<A> share = y < 0 ? tail : near, other = y < 0 ? near : tail;
+    return {x * share, share * (one + y * other)};
   } else {
     const Vector<A> positive = maximum<A>(Vector<A>{}, x);  // NaN stays
     return {positive * positive, 2 * positive};
@@ -57,6 +65,7 @@ void forward_rows(const ActivationForward& c, int64_t first, int64_t last) {
   using A = Wide<T>;
   const int64_t f = c.f;
   const Vector<A> limit = splat(static_cast<A>(c.limit));
+  const Vector<A> offset = splat(static_cast<A>(c.offset));
   for (int64_t row = first; row < last; ++row) {
     const T* x = static_cast<const T*>(c.x) + row * c.x_stride;
     T* out = static_cast<T*>(c.out) + row * f;
@@ -65,7 +74,7 @@ void forward_rows(const ActivationForward& c, int64_t first, int64_t last) {
       if constexpr (Gated) {
         Vector<A> up = load_part(x + f + i, n);
         gate = minimum<A>(limit, gate);  // NaN stays
-        up = minimum<A>(limit, maximum<A>(-limit, up));
+        up = minimum<A>(limit, maximum<A>(-limit, up)) + offset;
         store_part(out + i, activation<kind, A>(gate).value * up, n);
       } else {
         store_part(out + i, activation<kind, A>(gate).value, n);
@@ -79,6 +88,7 @@ void backward_rows(const ActivationBackward& c, int64_t first, int64_t last) {
   using A = Wide<T>;
   const int64_t f = c.f;
   const Vector<A> limit = splat(static_cast<A>(c.limit)), zero{};
+  const Vector<A> offset = splat(static_cast<A>(c.offset));
   for (int64_t row = first; row < last; ++row) {
     const T* x = static_cast<const T*>(c.x) + row * c.x_stride;
     const T* grad = static_cast<const T*>(c.grad) + row * c.grad_stride;
@@ -88,8 +98,8 @@ void backward_rows(const ActivationBackward& c, int64_t first, int64_t last) {
       if constexpr (Gated) {
         const Vector<A> up = load_part(x + f + i, n);
         const Point<A> point = activation<kind, A>(minimum<A>(limit, gate));
-        const Vector<A> bounded = minimum<A>(limit, maximum<A>(-limit, up));
-        const Vector<A> grad_gate = g * bounded * point.slope, grad_up = g * point.value;
+        const Vector<A> linear = minimum<A>(limit, maximum<A>(-limit, up)) + offset;
+        const Vector<A> grad_gate = g * linear * point.slope, grad_up = g * point.value;
         store_part(grad_x + i, gate > limit ? zero : grad_gate, n);
         store_part(grad_x + f + i, magnitude_of(up) > limit ? zero : grad_up, n);
       } else {
@@ -115,6 +125,8 @@ ML_INLINE void with_kind(Activation kind, bool gated, const Body& body) {
       return gate(std::integral_constant<Activation, Activation::silu>{});
     case Activation::squared_relu:
       return gate(std::integral_constant<Activation, Activation::squared_relu>{});
+    case Activation::quick_gelu:
+      return gate(std::integral_constant<Activation, Activation::quick_gelu>{});
   }
 }
 

@@ -6,7 +6,13 @@
 
 namespace ml {
 
-enum class Activation : int64_t { gelu = 0, gelu_tanh = 1, silu = 2, squared_relu = 3 };
+enum class Activation : int64_t {
+  gelu = 0,
+  gelu_tanh = 1,
+  silu = 2,
+  squared_relu = 3,
+  quick_gelu = 4
+};
 
 struct ActivationForward {
   DType dtype;
@@ -15,7 +21,8 @@ struct ActivationForward {
   const void* x;
   void* out;
   int64_t x_stride, f;
-  double limit;  // of gate and up when gated; infinity: none
+  double limit;   // of gate and up when gated; infinity: none
+  double offset;  // added to the clamped up
 };
 
 struct ActivationBackward {
@@ -25,7 +32,7 @@ struct ActivationBackward {
   const void *grad, *x;
   void* grad_x;
   int64_t grad_stride, x_stride, f;
-  double limit;
+  double limit, offset;
 };
 
 }  // namespace ml

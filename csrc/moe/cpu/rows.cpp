@@ -6,7 +6,8 @@
 //   packed, d_packed  [rows, h] T;  out, d_out  [tokens, h] T
 //   probs, d_probs    [tokens, k]  float (double of double); d_probs 0 where dropped
 //
-// Memory-bound: bytes as csrc/moe/pack.cu and combine.cu. Sums are float (double), slots
+// Memory-bound: bytes as csrc/moe/pack.cu and combine.cu. Large results of the gather are written
+// past the caches, and the row that comes next is asked for meanwhile. Sums are float (double), slots
 // ascending; each row belongs to one assignment, so tokens are independent: the same bits for
 // any number of threads. Padding rows of d_packed are the caller's to clear.
 #include <cstring>
@@ -74,6 +75,61 @@ ML_INLINE Wide<T> weighted_row(const T* row, const T* d_out, T* d_row, Wide<T> w
   return sum<A>(sums[0] + sums[1]) + tail;
 }
 
+// Copies one row past the caches and asks for the one that comes; n, a multiple of 64, bytes.
+ML_INLINE void stream_row(char* to, const char* from, const char* coming, int64_t n) {
+#if defined(__AVX2__)
+  constexpr int64_t kLine = 64, B = kVectorBytes;
+  for (int64_t i = 0; i < n; i += kLine) {
+    __builtin_prefetch(coming + i);
+    for (int64_t j = i; j < i + kLine; j += B) {
+#if defined(__AVX512F__)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + j), _mm512_loadu_si512(from + j));
+#else
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + j),
+                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + j)));
+#endif
+    }
+  }
+#else
+  std::memcpy(to, from, static_cast<size_t>(n));
+#endif
+}
+
+// Rows are short: a loop in place beats calls of memcpy.
+ML_INLINE void copy_row(char* to, const char* from, int64_t n) {
+  constexpr int64_t B = kVectorBytes;
+  int64_t i = 0;
+  for (; i + 4 * B <= n; i += 4 * B) {
+    Words parts[4];
+    for (int j = 0; j < 4; ++j) std::memcpy(&parts[j], from + i + j * B, B);
+    for (int j = 0; j < 4; ++j) std::memcpy(to + i + j * B, &parts[j], B);
+  }
+  for (; i + B <= n; i += B) {
+    Words part;
+    std::memcpy(&part, from + i, B);
+    std::memcpy(to + i, &part, B);
+  }
+  if (i < n) std::memcpy(to + i, from + i, static_cast<size_t>(n - i));
+}
+
+// Quotients of numbers below 2^31 by one divisor, as a product and a shift: with 2^bits >= divisor,
+// factor = ceil(2^(31 + bits) / divisor) is exact there (Granlund and Montgomery, 1994).
+class Quotients {
+ public:
+  explicit Quotients(int64_t divisor) {
+    while ((int64_t{1} << bits_) < divisor) ++bits_;
+    factor_ = ((uint64_t{1} << (31 + bits_)) + static_cast<uint64_t>(divisor) - 1) /
+              static_cast<uint64_t>(divisor);
+  }
+  int64_t of(int64_t number) const {
+    return static_cast<int64_t>(static_cast<uint64_t>(number) * factor_ >> (31 + bits_));
+  }
+
+ private:
+  int bits_ = 0;
+  uint64_t factor_;
+};
+
 template <class T>
 void backward_tokens(const MoeCombineBackward& c, int64_t first, int64_t last) {
   using A = Wide<T>;
@@ -94,23 +150,55 @@ void backward_tokens(const MoeCombineBackward& c, int64_t first, int64_t last) {
   }
 }
 
-}  // namespace
-
-void moe_gather(const MoeGather& c, int64_t first, int64_t last) {
+template <bool streaming>
+void gather_rows(const MoeGather c, int64_t first, int64_t last) {  // a copy stays in registers
   const auto row_bytes = static_cast<size_t>(c.row_bytes);
   const auto prob_bytes = static_cast<size_t>(c.prob_bytes);
+  const Quotients tokens(c.k > 1 ? c.k : 1);
+  const int64_t ahead = 1 + 2048 / (c.row_bytes + 1);  // about 2 KiB
   for (int64_t row = first; row < last; ++row) {
     const int64_t a = c.source[row];
     char* to = c.packed + row * c.row_bytes;
-    char* prob = c.packed_probs + row * c.prob_bytes;
     if (a < 0) {
       std::memset(to, 0, row_bytes);
-      if (prob_bytes != 0) std::memset(prob, 0, prob_bytes);
+    } else if constexpr (streaming) {
+      const int64_t next = c.source[row + ahead < last ? row + ahead : row];
+      const char* coming = c.x + tokens.of(next < 0 ? 0 : next) * c.x_stride;
+      stream_row(to, c.x + tokens.of(a) * c.x_stride, coming, c.row_bytes);
     } else {
-      std::memcpy(to, c.x + a / c.k * c.x_stride, row_bytes);
-      if (prob_bytes != 0) std::memcpy(prob, c.probs + a * c.prob_bytes, prob_bytes);
+      copy_row(to, c.x + tokens.of(a) * c.x_stride, c.row_bytes);
     }
+    if (prob_bytes == 0) continue;
+    char* prob = c.packed_probs + row * c.prob_bytes;
+    if (a < 0) std::memset(prob, 0, prob_bytes);
+    else std::memcpy(prob, c.probs + a * c.prob_bytes, prob_bytes);
   }
+#if defined(__AVX2__)
+  if constexpr (streaming) _mm_sfence();  // other threads read what was written past the caches
+#endif
+}
+
+}  // namespace
+
+void moe_gather(const MoeGather& call, int64_t first, int64_t last) {
+  if (call.streaming) gather_rows<true>(call, first, last);
+  else gather_rows<false>(call, first, last);
+}
+
+void moe_scatter_probs(const void* packed_probs, const int32_t* row_of, void* probs,
+                       int64_t assignments, int64_t size) {
+  const char* from = static_cast<const char*>(packed_probs);
+  char* to = static_cast<char*>(probs);
+  for (int64_t a = 0; a < assignments; ++a, to += size) {
+    if (row_of[a] < 0) std::memset(to, 0, static_cast<size_t>(size));
+    else std::memcpy(to, from + row_of[a] * size, static_cast<size_t>(size));
+  }
+}
+
+void moe_clear_padding(const int32_t* source, int64_t rows, void* packed, int64_t row_bytes) {
+  char* row = static_cast<char*>(packed);
+  for (int64_t i = 0; i < rows; ++i, row += row_bytes)
+    if (source[i] < 0) std::memset(row, 0, static_cast<size_t>(row_bytes));
 }
 
 void moe_combine(const MoeCombine& call, int64_t first, int64_t last) {
