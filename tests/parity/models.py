@@ -54,7 +54,7 @@ _MIXTURE = (
 MIXTURES: Mapping[str, str] = {
     "mixtral": f"{_MIXTURE} --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001",
     "qwen3-moe": (
-        f"{_MIXTURE} --moe-router-topk 8 --moe-router-pre-softmax --qk-layernorm "
+        f"{_MIXTURE} --num-experts 16 --moe-router-topk 8 --moe-router-pre-softmax --qk-layernorm "
         "--moe-router-load-balancing-type seq_aux_loss global_aux_loss "
         "--moe-aux-loss-coeff 0.02 0.01 --moe-layer-freq 2"
     ),
