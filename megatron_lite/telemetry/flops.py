@@ -97,12 +97,15 @@ def model_flops_per_token(model: ModelShape, convention: str = "full_square") ->
     Returns:
         FLOPs: 6 per matrix weight (layers and output head) plus attention's
         scores and values, 12*s*n*d per layer by the full square, half by `causal_half`.
+        A depth of multi-token prediction is a join, a layer and the head once more.
     """
     _check_convention(convention)
-    weights = sum(layer_matmul_weights(model, layer) for layer in range(model.num_layers))
-    weights += model.hidden_size * model.vocab_size
+    layers = range(model.num_layers + model.mtp_depths)
+    weights = sum(layer_matmul_weights(model, layer) for layer in layers)
+    weights += model.mtp_depths * 2 * model.hidden_size**2
+    weights += (1 + model.mtp_depths) * model.hidden_size * model.vocab_size
     channels = model.num_attention_heads * (model.kv_channels + model.value_channels)
-    visible = sum(_twice_visible(model, layer, convention) for layer in range(model.num_layers))
+    visible = sum(_twice_visible(model, layer, convention) for layer in layers)
     pairs = channels * visible // 2  # scores and values
     linear_flops = FORWARD_AND_BACKWARD * FLOPS_PER_MULTIPLY_ADD * weights
     attention_flops = FORWARD_AND_BACKWARD * FLOPS_PER_MULTIPLY_ADD * pairs

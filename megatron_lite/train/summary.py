@@ -13,6 +13,7 @@ from fractions import Fraction
 
 import torch
 
+from megatron_lite.config.expert_plan import ExpertShape
 from megatron_lite.config.notices import notices
 from megatron_lite.config.state_plan import offload_fraction, offload_kind, offloaded_buckets
 from megatron_lite.data.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ from megatron_lite.optim.ledger import (
 from megatron_lite.pipeline.partition import AT_EMBEDDING
 from megatron_lite.shard.flat import FlatLayout, build_layout, default_bucket_size
 from megatron_lite.shard.units import unit_rule
+from megatron_lite.spec.params import ParamSpec
 from megatron_lite.spec.physical import PhysicalParam, physical_params
 from megatron_lite.spec.stages import specs_on_rank
 from megatron_lite.telemetry.data_axis import DataLayout, data_layout, data_sharding
@@ -60,7 +62,7 @@ def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
     total = sum(spec.elements for spec in parts.specs)
     facts = SummaryFacts(
         parameters=total,
-        active_parameters=active_parameters(parts),
+        active_parameters=active_parameters(parts.specs, parts.plan.model.experts),
         rank_parameters=sorted({(row[0], row[1], row[2]) for row in ranks}),
         ledgers=[estimate_ledger(parts, rank) for rank in range(groups.pp.size)],
         data=describe_data(parts, tokenizer),
@@ -87,13 +89,12 @@ def announce(parts: Parts, tokenizer: Tokenizer, restored: Restored) -> None:
         telemetry.event("load", restored.state.iteration, directory=restored.directory)
 
 
-def active_parameters(parts: Parts) -> int:
+def active_parameters(specs: Sequence[ParamSpec], experts: ExpertShape | None) -> int:
     """Logical elements that one token meets: of the experts as many as it chooses."""
-    experts = parts.plan.model.experts
-    dense = sum(spec.elements for spec in parts.specs if spec.grid == "dense")
+    dense = sum(spec.elements for spec in specs if spec.grid == "dense")
     if experts is None:
         return dense
-    stacked = sum(spec.elements for spec in parts.specs if spec.grid == "expert")
+    stacked = sum(spec.elements for spec in specs if spec.grid == "expert")
     return dense + stacked // experts.num_experts * experts.topk
 
 

@@ -83,7 +83,8 @@ def replicated(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) ->
 # TINY of the cases with four experts in every layer and their balancing loss.
 MIXTURE = (
     f"{SGD} --num-layers 4 --num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 2 "
-    "--moe-aux-loss-coeff 0.01 --clip-grad 0.05 --disable-bias-linear --global-batch-size 4"
+    "--moe-aux-loss-coeff 0.01 --clip-grad 0.05 --disable-bias-linear --global-batch-size 4 "
+    "--log-num-zeros-in-grad"
 )
 
 

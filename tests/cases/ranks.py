@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_lite.expert import router
 from megatron_lite.mesh.launch import RunStatus
 from megatron_lite.train.evaluate import evaluate
 from megatron_lite.train.parts import Parts
@@ -99,6 +100,31 @@ def residual_hashes(
             return hashes, TrainStep(parts, state).run().lm_loss
 
     found: tuple[list[str], float] = build_and(use, argv, rank, world_size)
+    return found
+
+
+def noise_hashes(argv: Sequence[str], rank: int, world_size: int, after: int = 0) -> list[str]:
+    """Hashes of the random words of every router's noise in one step.
+
+    Args:
+        after: number of steps that are made before.
+    """
+    hashes: list[str] = []
+    original = router.flat_words
+
+    def watched(*args: Any) -> Tensor:
+        words = original(*args)
+        hashes.append(_digest(words))
+        return words
+
+    def use(parts: Parts, state: TrainState, status: RunStatus) -> list[str]:
+        for _ in range(after):
+            TrainStep(parts, state).run()
+        with patch.object(router, "flat_words", watched):
+            TrainStep(parts, state).run()
+        return hashes
+
+    found: list[str] = build_and(use, argv, rank, world_size)
     return found
 
 

@@ -78,6 +78,7 @@ def test_c055_norms_clips_and_updates_of_a_mixture_equal_one_process(
     for row, wanted in zip(run.record.train_rows, run.reference.train_rows, strict=True):
         assert row["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-10)
         assert row["grad_norm"] > 0.05  # the clip acts
+        assert row["num_zeros"] == wanted["num_zeros"] > 0  # words that did not occur
     gradients = run.record.tensors(1, "grad").values()
     norm = sum(float(np.square(values).sum()) for values in gradients) ** 0.5
     assert run.record.train_rows[0]["grad_norm"] == pytest.approx(norm, rel=1e-12)

@@ -1,8 +1,8 @@
 """Mixtures of experts (MOE): balance means the same in every layout, and moves once per step.
 
 C062 asks for context parallelism, too: its layouts join by `with_axes({"cp"})`, which finds
-none before that axis exists. Accumulation varies through DP: what is balanced is a microbatch,
-so its size is fixed.
+none before that axis exists. Accumulation varies through DP, from 4 to 1: what is balanced is a
+microbatch, so its size is fixed.
 """
 
 import numpy as np
@@ -42,6 +42,7 @@ PLACES = {
     },
     **{name: LAYOUTS[name] for name in with_axes({"ep"})},
     EP2.name: EP2,
+    "dp4": Layout("dp4", 4),  # one microbatch per rank
 }
 VALID = [[16, 3, 0, 9]]  # tokens that count in each sample: the losses of routers count all
 

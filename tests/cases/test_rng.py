@@ -6,7 +6,7 @@ import pytest
 
 from tests.cases.hops import hash_of
 from tests.cases.layouts import EXPERT_LAYOUTS, LAYOUTS, REFERENCE, axis_sizes
-from tests.cases.ranks import residual_hashes
+from tests.cases.ranks import noise_hashes, residual_hashes
 from tests.pool import RankPool
 from tests.train.program import LLAMA, RUN, rows, train_rank
 
@@ -78,6 +78,22 @@ def test_c038_masks_and_noise_after_a_load_are_those_of_the_uninterrupted_run(
     assert resumed == whole  # rank by rank, layer by layer, with dropout 0.1
     streams = {tuple(hashes) for hashes, _ in whole}
     assert len(streams) >= axis_sizes(layout)["dp"]  # each data rank has masks of its own
+
+
+def test_c038_noise_differs_between_expert_ranks_and_is_the_same_after_a_load(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    layout = EXPERT_LAYOUTS["tp2-ep2"]
+    argv = [*ARGV, *layout.flags, *NOISE]
+    whole = rank_pool.run(layout.ranks, noise_hashes, argv=argv, after=5)
+    saving = ["--save", str(tmp_path), "--save-interval", "100", "--exit-interval", "5"]
+    rank_pool.run(layout.ranks, train_rank, argv=[*argv, *saving])
+    resumed = rank_pool.run(layout.ranks, noise_hashes, argv=[*argv, "--load", str(tmp_path)])
+    assert resumed == whole  # rank by rank
+    assert all(len(set(hashes)) >= 4 * 2 for hashes in whole)  # every layer and microbatch
+    # Ranks of an expert group route other tokens: no noise of one is another's.
+    drawn = [set(hashes) for hashes in whole]
+    assert len(set.union(*drawn)) == sum(map(len, drawn))
 
 
 def test_c038_five_and_five_steps_of_a_mixture_end_in_the_bits_of_ten(

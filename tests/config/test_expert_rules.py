@@ -6,6 +6,7 @@ from megatron_lite.config.expert_plan import plan_experts
 from megatron_lite.config.flags import parse_config
 from megatron_lite.config.notices import notices
 from megatron_lite.config.rules import violations
+from megatron_lite.errors import UserError
 from tests.config.lines import line
 
 MIXTURE = "--num-experts 8"
@@ -221,3 +222,12 @@ def test_replicated_experts_wait_for_expert_ranks() -> None:
         shape = plan_experts(config, 4, 16)
         assert shape is not None
         assert shape.replicated == 7
+
+
+def test_c064_an_unknown_drop_policy_is_an_argument_error() -> None:
+    words = [*line(MIXTURE), "--moe-expert-capacity-factor", "1", "--moe-token-drop-policy"]
+    with pytest.raises(UserError, match=r"--moe-token-drop-policy.*least.*probs.*position"):
+        parse_config([*words, "least"], {})
+    for policy in ("probs", "position"):
+        shape = plan_experts(parse_config([*words, policy], {}), 4, 16)
+        assert shape is not None and shape.drop_policy == policy

@@ -62,6 +62,15 @@ def test_rows_and_log_line_tell_what_the_routers_did(tmp_path: Path) -> None:
     assert shown == [pytest.approx(tuple(row[name] for name in LOSSES), rel=1e-6) for row in whole]
 
 
+def test_the_start_tells_how_many_parameters_a_token_meets(tmp_path: Path) -> None:
+    _, printed = run(tmp_path / "one.jsonl", 1, "")
+    total, active = re.findall(
+        r"([\d,]+) in total, ([\d,]+) of them active for one token", printed
+    )[0]
+    unused = 2 * 2 * 3 * 32 * 16  # layers, experts not chosen, matrices of h x f
+    assert int(total.replace(",", "")) - int(active.replace(",", "")) == unused
+
+
 def test_layers_keep_to_themselves_unless_asked(tmp_path: Path) -> None:
     whole, _ = run(tmp_path / "one.jsonl", 1, "")
     assert not [key for row in whole for key in row if "_layer_" in key]

@@ -54,7 +54,7 @@ _MIXTURE = (
 MIXTURES: Mapping[str, str] = {
     "mixtral": f"{_MIXTURE} --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001",
     "qwen3-moe": (
-        f"{_MIXTURE} --moe-router-topk 8 --moe-router-pre-softmax --qk-layernorm "
+        f"{_MIXTURE} --num-experts 16 --moe-router-topk 8 --moe-router-pre-softmax --qk-layernorm "
         "--moe-router-load-balancing-type seq_aux_loss global_aux_loss "
         "--moe-aux-loss-coeff 0.02 0.01 --moe-layer-freq 2"
     ),
@@ -75,6 +75,21 @@ MIXTURES: Mapping[str, str] = {
     ),
 }
 
+# Whole families: their attention and their experts in one model.
+FAMILIES: Mapping[str, str] = {
+    "deepseek-v3": (
+        f"{VARIANTS['mla']} --num-experts 8 --moe-ffn-hidden-size 24 --moe-layer-freq [0]+[1]*3 "
+        "--moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-num-groups 4 "
+        "--moe-router-group-topk 2 --moe-router-enable-expert-bias "
+        "--moe-shared-expert-intermediate-size 16 --mtp-num-layers 1 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001"
+    ),
+    "gpt-oss": (
+        f"{VARIANTS['gptoss-dense'].replace('--disable-bias-linear', '')} --num-experts 8 "
+        "--moe-ffn-hidden-size 24 --moe-router-topk 4 --moe-aux-loss-coeff 0.01"
+    ),
+}
+
 
 def parity_case(
     model: str,
@@ -92,7 +107,7 @@ def parity_case(
     """
     return Case(
         flags=(
-            *{**MODELS, **VARIANTS, **MIXTURES}[model].split(),
+            *{**MODELS, **VARIANTS, **MIXTURES, **FAMILIES}[model].split(),
             *run_flags(data, seq_length=SEQ_LENGTH, steps=steps, precision=precision),
             "--global-batch-size",
             str(batch),

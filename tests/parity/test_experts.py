@@ -11,7 +11,14 @@ import re
 
 import pytest
 
-from megatron_lite.verify.axes import Axis, data_axis, expert_axis, tensor_axis
+from megatron_lite.verify.axes import (
+    Axis,
+    data_axis,
+    expert_axis,
+    sequence_axis,
+    sharding_axis,
+    tensor_axis,
+)
 from megatron_lite.verify.certify import Certifier
 from megatron_lite.verify.classes import MATCH32, MATCH64
 from megatron_lite.verify.covering import Row
@@ -24,9 +31,20 @@ from tests.parity.experts import (
     layers_for,
     row_name,
 )
+from tests.parity.matrix import pipeline_of
+from tests.parity.models import FAMILIES
+from tests.parity.sharding import BUCKET_FLAGS
 
 pytestmark = pytest.mark.parity
 
+FAMILY_LAYOUTS: dict[str, tuple[Axis, ...]] = {
+    "tp2-sp-dp2-ep2-params": (
+        *(tensor_axis(2), sequence_axis(), data_axis(2), expert_axis(2, 2)),
+        sharding_axis("optim_grads_params", *BUCKET_FLAGS.split()),
+    ),
+    "tp2-ep2-1f1b": (tensor_axis(2), pipeline_of("1f1b-2"), expert_axis(2, 1)),
+    "dp2-ep2-zbv": (data_axis(2), pipeline_of("zbv-2"), expert_axis(2, 1, "allgather")),
+}
 ROWS = expert_rows(whole=os.environ.get("MLITE_PARITY_FULL") == "1")
 
 
@@ -42,6 +60,16 @@ def test_experts_equal_one_process(certifier_of: Certifiers, row: Row) -> None:
         limits=MATCH32 if row["precision"] == "fp32" else MATCH64,
     )
     differences, _ = certifier.compare(axes_of(row))
+    assert not differences, "\n".join(map(str, differences[:8]))
+
+
+@pytest.mark.parametrize("axes", FAMILY_LAYOUTS.values(), ids=FAMILY_LAYOUTS)
+@pytest.mark.parametrize("model", FAMILIES)
+def test_attention_and_experts_of_a_family_equal_one_process(
+    certifier_of: Certifiers, model: str, axes: tuple[Axis, ...]
+) -> None:
+    certifier = certifier_of(model, extra="--num-layers 4", steps=2, batch=8, micro=1)
+    differences, _ = certifier.compare(axes)
     assert not differences, "\n".join(map(str, differences[:8]))
 
 

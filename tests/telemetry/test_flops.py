@@ -31,6 +31,12 @@ def test_model_flops_per_iteration_are_exact(
     assert model_flops_per_iteration(tiny_model(**changes), 8, convention) == expected
 
 
+def test_depths_of_multi_token_prediction_are_model_work() -> None:
+    layer, join, head, attention = 36_864, 2 * 64 * 64, 64 * 256, 12 * 32 * 64
+    further = model_flops_per_iteration(tiny_model(mtp_depths=2), 8)
+    assert further - 276_824_064 == 8 * 32 * 2 * (6 * (layer + join + head) + attention)
+
+
 def test_an_unknown_convention_is_refused() -> None:
     with pytest.raises(ValueError, match="full_square, causal_half"):
         model_flops_per_iteration(tiny_model(), 8, "megatron")
