@@ -144,6 +144,7 @@ class Certifier:
             f"no --seed from {self._seed} to {seed} makes a reference whose routers all choose by "
             f"{needed:.2g} of their scores' range, below which rounding may choose otherwise (at "
             f"best by {closest:.2g}): fewer steps, or fp64, which needs less"
+            f"{_why_equal(given.flags)}"
         )
 
     def compare(
@@ -236,6 +237,17 @@ class Certifier:
             watch=watch,
             timeout_s=self._timeout_s,
         )
+
+
+def _why_equal(flags: Sequence[str]) -> str:
+    """Name the usual cause of scores that are equal whatever the seed; '' if it is not there."""
+    config = parse_config(flags, {})
+    if config.moe_expert_capacity_factor is None or config.moe_token_drop_policy != "probs":
+        return ""
+    return (
+        "; equal tokens at the start of a sample tie where an expert is full: leave out "
+        "--moe-expert-capacity-factor, or verify with --moe-token-drop-policy position"
+    )
 
 
 def find_split_replicas(shares: Sequence[RankShare], step: int) -> list[Difference]:

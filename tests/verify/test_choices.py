@@ -80,3 +80,14 @@ def test_a_reference_that_hangs_on_rounding_runs_again_with_another_seed(
     monkeypatch.setattr(certify, "SEEDS", best - 7)
     with pytest.raises(UserError, match=f"no --seed from 7 to {best - 1} makes a reference"):
         _ = Certifier(rank_pool, tmp_path / "c", case, strict).reference
+
+
+def test_equal_tokens_that_ask_a_full_expert_are_told_with_the_way_out(
+    rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = parity_case(
+        "mixtral", tmp_path / "data", steps=1, extra="--moe-expert-capacity-factor 0.5"
+    )
+    monkeypatch.setattr(certify, "SEEDS", 1)
+    with pytest.raises(UserError, match="verify with --moe-token-drop-policy position"):
+        _ = Certifier(rank_pool, tmp_path / "a", case, MATCH32).reference
