@@ -36,6 +36,7 @@ RUN_LAYOUT = (
     "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
+    "account_for_mtp_in_pipeline_split",
     "pipeline_model_parallel_layout",
     "pipeline_schedule",
     "data_parallel_sharding_strategy",

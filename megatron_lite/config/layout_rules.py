@@ -80,6 +80,7 @@ def is_uneven(f: Facts) -> bool:
         or c.decoder_last_pipeline_num_layers is not None
         or c.account_for_embedding_in_pipeline_split
         or c.account_for_loss_in_pipeline_split
+        or c.account_for_mtp_in_pipeline_split
     )
 
 

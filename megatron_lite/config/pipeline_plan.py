@@ -171,6 +171,7 @@ def cut_model(config: Config, placement: tuple[int, ...]) -> tuple[StagePart, ..
         last=config.decoder_last_pipeline_num_layers,
         with_embedding=config.account_for_embedding_in_pipeline_split,
         with_loss=config.account_for_loss_in_pipeline_split,
+        with_mtp=config.account_for_mtp_in_pipeline_split,
     )
     return split_layers(layers, placement, split, depths)
 

@@ -36,7 +36,11 @@ from megatron_lite.pipeline.schedules import FIXED_CHUNKS, Options
 NAME = "--pipeline-schedule"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+ACCOUNTS = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_mtp_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 NEED_PIPELINE = (
     "pipeline_model_parallel_layout",
     "microbatch_group_size_per_vp_stage",

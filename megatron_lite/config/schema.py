@@ -228,6 +228,11 @@ class ParallelConfig:
     account_for_loss_in_pipeline_split: bool = flag(
         False, "Count the loss as a layer of the last stage when layers are dealt out."
     )
+    account_for_mtp_in_pipeline_split: bool = flag(
+        False,
+        "Count each depth of --mtp-num-layers as a layer of the last stage when layers are dealt "
+        "out.",
+    )
     pipeline_model_parallel_layout: str | None = flag(
         None,
         "Stages written out: E embedding, t layer, L loss, | next stage, x*n and (...)*n repeat.",

@@ -22,6 +22,7 @@ FIRST = "--decoder-first-pipeline-num-layers"
 LAST = "--decoder-last-pipeline-num-layers"
 EMBEDDING = "--account-for-embedding-in-pipeline-split"
 LOSS = "--account-for-loss-in-pipeline-split"
+MTP = "--account-for-mtp-in-pipeline-split"
 _MAX_LAYERS = 2**20
 # Use-sites of parameters outside the layers.
 AT_EMBEDDING, AT_FINAL_NORM, AT_HEAD = "embedding", "final_norm", "head"
@@ -81,12 +82,14 @@ class Split:
     Attributes:
         first, last: decoder layers of the first and the last rank, over all its stages.
         with_embedding, with_loss: count the embedding, the loss as a layer.
+        with_mtp: count each depth of multi-token prediction as a layer.
     """
 
     first: int | None = None
     last: int | None = None
     with_embedding: bool = False
     with_loss: bool = False
+    with_mtp: bool = False
 
 
 def check_parts(parts: Sequence[StagePart], num_layers: int, num_mtp: int = 0) -> None:
@@ -152,18 +155,20 @@ def split_layers(
     """
     ranks = max(placement) + 1
     chunks = len(placement) // ranks
-    units = num_layers + split.with_embedding + split.with_loss
+    depths = num_mtp * split.with_mtp
+    units = num_layers + split.with_embedding + depths + split.with_loss
     if split.first is not None or split.last is not None:
-        if split.with_embedding or split.with_loss:
+        if split.with_embedding or split.with_loss or split.with_mtp:
             raise UserError(
-                f"{FIRST} and {LAST} fix the ends, {EMBEDDING} and {LOSS} move them: give one kind"
+                f"{FIRST} and {LAST} fix the ends, {EMBEDDING}, {MTP} and {LOSS} move them: give "
+                "one kind"
             )
         per_rank = _with_ends(num_layers, ranks, split)
     else:
         if units % ranks:
-            counted = " + 1 for the embedding" * split.with_embedding + (
-                " + 1 for the loss" * split.with_loss
-            )
+            counted = " + 1 for the embedding" * split.with_embedding
+            counted += f" + {depths} for multi-token prediction" if depths else ""
+            counted += " + 1 for the loss" * split.with_loss
             raise UserError(
                 f"--num-layers {num_layers}{counted} = {units} is not a multiple of {PP} {ranks}; "
                 f"nearest legal --num-layers: {_nearest(units, ranks, num_layers)}"
@@ -178,7 +183,7 @@ def split_layers(
             )
     counts = [per_rank[rank] // chunks for rank in placement]
     counts[0] -= split.with_embedding
-    counts[-1] -= split.with_loss
+    counts[-1] -= split.with_loss + depths
     if min(counts) < 0:
         raise UserError(f"--num-layers {num_layers}: too few layers for {len(placement)} stages")
     return _deal(counts, num_layers, num_mtp)

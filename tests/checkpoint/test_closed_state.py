@@ -87,8 +87,12 @@ OPTIMIZER = (
 
 def test_every_flag_has_its_treatment_on_resume() -> None:
     lists = [
-        [field.name for group in (ModelConfig, MoEConfig) for field in flag_fields(group)],
-        [f.name for f in flag_fields(ParallelConfig) if f.name not in ARITHMETIC_FIELDS],
+        [
+            field.name
+            for group in (ModelConfig, MoEConfig, ParallelConfig)
+            for field in flag_fields(group)
+            if field.name not in ARITHMETIC_FIELDS
+        ],
         [f.name for g in (CheckpointConfig, LoggingConfig) for f in flag_fields(g)],
         [
             field.name

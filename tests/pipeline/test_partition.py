@@ -64,6 +64,7 @@ def test_c032_layers_that_virtual_stages_do_not_divide_are_refused_with_the_numb
         (8, 4, Split(first=0), "each rank needs a layer"),
         (8, 1, Split(first=8), "need --pipeline-model-parallel-size above 1"),
         (8, 4, Split(first=2, with_loss=True), "give one kind"),
+        (8, 4, Split(last=2, with_mtp=True), "give one kind"),
     ],
 )  # fmt: skip
 def test_impossible_splits_are_refused_with_legal_values(
@@ -80,6 +81,17 @@ def test_embedding_and_loss_count_as_layers() -> None:
     assert counts(split_layers(15, looping(4, 1), Split(with_loss=True))) == [4, 4, 4, 3]
     # A stage of the embedding alone is legal.
     assert counts(split_layers(2, looping(4, 1), split)) == [0, 1, 1, 0]
+
+
+def test_depths_of_multi_token_prediction_count_as_layers_of_the_last_stage() -> None:
+    parts = split_layers(7, looping(4, 1), Split(with_mtp=True), num_mtp=1)
+    assert counts(parts) == [2, 2, 2, 1]
+    assert [part.mtp for part in parts] == [(), (), (), (0,)]
+    # DeepSeek-V3: 61 layers, a depth, embedding and loss are 64 for 16 ranks.
+    whole = Split(with_embedding=True, with_loss=True, with_mtp=True)
+    assert counts(split_layers(61, looping(16, 1), whole, num_mtp=1)) == [3, *[4] * 14, 2]
+    assert counts(split_layers(61, looping(16, 2), whole, num_mtp=1)) == [1, *[2] * 30, 0]
+    assert counts(split_layers(8, looping(4, 1), Split(with_mtp=True))) == [2, 2, 2, 2]
 
 
 def test_ends_of_a_v_are_on_rank_0() -> None:
