@@ -130,7 +130,11 @@ def _load(core: Core, source: _Source) -> Restored:
     is_upcycled = checkpoint is not loaded.checkpoint
     _apply(core, checkpoint, source, content)
     notes = [f"warning: step {item.step} passed over: {item.reason}" for item in loaded.passed_over]
-    notes += [f"  changed since the checkpoint: {change}" for change in content.changes]
+    changes = content.changes
+    if _starts_anew(checkpoint, source):
+        # Weights fit every layout, and another run stands elsewhere in its data.
+        changes = [c for c in changes if not c.path.startswith(("layout.", "cursor."))]
+    notes += [f"  changed since the checkpoint: {change}" for change in changes]
     if is_upcycled:
         notes.append(f"note: every expert is made from the dense MLP of its layer ({UPCYCLING})")
     if is_converted(checkpoint.state):

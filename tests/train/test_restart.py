@@ -337,3 +337,12 @@ def test_differences_are_logged_line_by_line_with_both_values(
     ):
         assert told.count(f"changed since the checkpoint: {line}") == 1, line
     assert "neither replay nor coverage-equivalent: " in told and "(clip_grad)" in told
+
+
+def test_weights_alone_tell_changed_flags_and_not_where_the_other_run_stood(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    save(rank_pool, tmp_path)
+    told = resume(rank_pool, tmp_path, "--finetune", "--clip-grad", "0.5", layout="tp2-sp")
+    assert told.count("changed since the checkpoint: clip_grad: 1.0 in the checkpoint") == 1
+    assert "checkpoint: layout." not in told and "checkpoint: cursor." not in told
