@@ -37,9 +37,10 @@ SIZES: Mapping[str, dict[str, int]] = {
     "30M": {"layers": 10, "h": 384, "heads": 6, "s": 512, "v": 32000},
     "30M-16": {"layers": 10, "h": 384, "heads": 6, "s": 512, "v": 32000},  # 8,192 tokens per step
     "125M": {"layers": 14, "h": 768, "heads": 12, "s": 256, "v": 32000},
+    "125M-16": {"layers": 14, "h": 768, "heads": 12, "s": 256, "v": 32000},  # 4,096 tokens
     "tiny": {"layers": 2, "h": 64, "heads": 2, "s": 32, "v": 256},  # tries the program
 }
-BATCHES = {"30M": 4, "30M-16": 16, "125M": 4, "tiny": 4}  # samples of all ranks
+BATCHES = {"30M": 4, "30M-16": 16, "125M": 4, "125M-16": 16, "tiny": 4}  # samples of all ranks
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ALONE = ("ours-2threads", "plain-2threads")
 TORCH = ("torch-ddp", "torch-zero1", "torch-fsdp2")
