@@ -1,10 +1,11 @@
 """Products of many experts: each multiplies its own rows by its own weight.
 
-Rows lie expert after expert. Where torch has a grouped product it is one call, else one GEMM
-per expert that has rows; this loop is the only one over experts. Weight gradients go straight
-into the main gradient [n, out, in], one GEMM per expert with rows, through the microbatch's
-store, so a W action may run them later. An expert without rows adds nothing: its gradient is
-exactly what it was, and its parameter counts as written like every other.
+Rows lie expert after expert. Where torch has a grouped product it is one call, on CUDA for
+weight gradients and biases too: no loop there. On the CPU, where a launch costs nothing, one GEMM
+per expert that has rows is faster wherever it can add to what is there. Weight gradients go
+into the main gradient [n, out, in] through the microbatch's store, so a W action may run them
+later. An expert without rows adds nothing: its gradient is exactly what it was, and its
+parameter counts as written like every other.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _GROUPED_DTYPES = {
 # Weights on the same rows. On the CPU it is a loop of its own, and several weights gain more
 # from GEMMs that write side by side, or add to what is there.
 _MOST_GROUPED = {"cpu": 1, "cuda": 8}
+# Whether biases and weight gradients are grouped as well. The product of a gradient needs room
+# of its own before it is added: on the CPU 1.2 to 2.5 times as long as GEMMs that add (8 and 32
+# experts, 2,000 rows).
+_GROUPED_THROUGHOUT = {"cpu": False, "cuda": True}
 _GROUPED_ALIGNMENT_BYTES = 16  # of every row
 
 
@@ -66,6 +71,11 @@ class ExpertRows:
     offsets: tuple[int, ...]
     ends: Tensor
     packed: PackedTokens | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        """[n] int64 on the device, rows of each expert."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1)).long()
 
     def segments(self) -> list[tuple[int, int, int]]:
         """(expert, first row, end) of the experts that have rows."""
@@ -116,6 +126,10 @@ def _can_group(operands: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
     )
 
 
+def _is_grouped_throughout(x: Tensor) -> bool:
+    return _GROUPED_THROUGHOUT[x.device.type]
+
+
 def _multiply(
     x: Tensor,
     weights: Sequence[nn.Parameter],
@@ -126,9 +140,13 @@ def _multiply(
 
     Costs 2 * rows * in * out FLOPs.
     """
-    if all(bias is None for bias in biases) and _can_group([x], weights):
+    grouped = _is_grouped_throughout(x) or all(bias is None for bias in biases)
+    if grouped and _can_group([x], weights):
         assert _grouped_mm is not None
         outs = [_grouped_mm(x, weight.transpose(1, 2), offs=rows.ends) for weight in weights]
+        for out, bias in zip(outs, biases, strict=True):
+            if bias is not None:
+                out += bias.repeat_interleave(rows.counts, dim=0, output_size=x.shape[0])
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
     widths = [weight.shape[1] for weight in weights]
     out = x.new_empty(x.shape[0], sum(widths))
@@ -169,6 +187,10 @@ def _weight_gradient(
 
     def accumulate(main: Tensor) -> None:
         inputs = x()
+        if _is_grouped_throughout(grad) and _can_group([grad, inputs], ()):
+            assert _grouped_mm is not None
+            main.add_(_grouped_mm(grad.t(), inputs, offs=rows.ends))
+            return
         for expert, first, end in rows.segments():
             accumulate_product(main[expert], grad[first:end], inputs[first:end], native)
 
@@ -177,6 +199,10 @@ def _weight_gradient(
 
 def _bias_gradient(grad: Tensor, rows: ExpertRows) -> Callable[[Tensor], None]:
     def accumulate(main: Tensor) -> None:
+        if _is_grouped_throughout(grad):
+            wide = grad.to(main.dtype)
+            main.add_(torch.segment_reduce(wide, "sum", lengths=rows.counts, unsafe=True))
+            return
         for expert, first, end in rows.segments():
             main[expert] += grad[first:end].sum(0, dtype=main.dtype)
 

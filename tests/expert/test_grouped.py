@@ -38,7 +38,7 @@ def assert_near(got: Tensor, want: Tensor) -> None:
     assert (got.double() - want).norm().item() <= bound
 
 
-@pytest.mark.parametrize("path", ["loop", "grouped"])
+@pytest.mark.parametrize("path", ["loop", "grouped", "throughout"])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("h", "f"), [(16, 24), (5, 7)])
@@ -56,6 +56,8 @@ def test_products_match_float64(
     if path == "loop":
         monkeypatch.setattr(grouped, "_grouped_mm", None)
     monkeypatch.setitem(grouped._MOST_GROUPED, "cpu", 2)
+    # As on CUDA: every product by one call, where torch has it.
+    monkeypatch.setitem(grouped._GROUPED_THROUGHOUT, "cpu", path == "throughout")
     rows, n = rows_of(counts), len(counts)
     x = draw(dtype, sum(counts), h).requires_grad_()
     weights = [nn.Parameter(draw(dtype, n, f, h)), nn.Parameter(draw(dtype, n, 2 * f, h))]
@@ -111,6 +113,29 @@ def test_grouped_product_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch
         out = grouped_linears(x, params, [None] * weights, rows, mb)
         out.backward(torch.ones_like(out))
         assert len(calls) == used, (dtype, h, weights)
+
+
+def test_no_loop_over_experts_where_products_are_grouped_throughout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if grouped._grouped_mm is None:
+        pytest.skip("this torch has no grouped product")
+
+    def looped(rows: ExpertRows) -> list[tuple[int, int, int]]:
+        raise AssertionError("a loop over experts")
+
+    monkeypatch.setattr(ExpertRows, "segments", looped)
+    monkeypatch.setitem(grouped._MOST_GROUPED, "cpu", 8)
+    monkeypatch.setitem(grouped._GROUPED_THROUGHOUT, "cpu", True)
+    x = draw(torch.bfloat16, 5, 16).requires_grad_()
+    weights = [nn.Parameter(draw(torch.bfloat16, 3, 8, 16)) for _ in range(2)]
+    biases = [nn.Parameter(draw(torch.bfloat16, 3, 8)) for _ in range(2)]
+    mb = context(WeightGradientStore(Sink()), False)
+    out = grouped_linears(x, weights, biases, rows_of((2, 0, 3)), mb)
+    out.backward(draw(torch.bfloat16, 5, 16))
+    with pytest.raises(AssertionError, match="a loop over experts"):  # by the other way
+        monkeypatch.setitem(grouped._GROUPED_THROUGHOUT, "cpu", False)
+        grouped_linears(x, weights, biases, rows_of((2, 0, 3)), mb)
 
 
 def test_rows_are_packed_again_only_for_the_tensor_they_were(
