@@ -66,7 +66,22 @@ class Scaled:
     notes: tuple[str, ...]
 
 
-def run_flags(data: Path, *, seq_length: int, steps: int, precision: str) -> tuple[str, ...]:
+def equal_tokens_tie(config: Config) -> bool:
+    """Whether tokens alike, whose states are alike without positions, compete for a full expert."""
+    return (
+        config.num_experts is not None
+        and config.moe_expert_capacity_factor is not None
+        and config.moe_token_drop_policy == "probs"
+        and (
+            config.position_embedding_type != "learned_absolute"
+            or config.use_rotary_position_embeddings
+        )
+    )
+
+
+def run_flags(
+    data: Path, *, seq_length: int, steps: int, precision: str, runs: bool = True
+) -> tuple[str, ...]:
     """Flags of every verification run apart from model, layout and batch.
 
     Args:
@@ -74,9 +89,10 @@ def run_flags(data: Path, *, seq_length: int, steps: int, precision: str) -> tup
         seq_length: tokens per sample.
         steps: to train.
         precision: key of `PRECISIONS`.
+        runs: of ends of documents, see `write_tiny_dataset`.
     """
-    prefix = data / f"tiny-{VOCABULARY}-{seq_length}"
-    write_tiny_dataset(prefix, VOCABULARY, seq_length, samples=200)
+    prefix = data / f"tiny-{VOCABULARY}-{seq_length}{'' if runs else '-plain'}"
+    write_tiny_dataset(prefix, VOCABULARY, seq_length, samples=200, runs=runs)
     return (
         "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY),
         "--data-path", str(prefix), "--data-cache-path", str(data / "cache"), "--split", "1",
@@ -176,7 +192,13 @@ def scale_down(config: Config, world_size: int, data: Path, steps: int, precisio
     case = Case(
         flags=(
             *format_flags(kept),
-            *run_flags(data, seq_length=seq_length, steps=steps, precision=precision),
+            *run_flags(
+                data,
+                seq_length=seq_length,
+                steps=steps,
+                precision=precision,
+                runs=not equal_tokens_tie(config),
+            ),
             "--global-batch-size",
             str(batch),
             # The reference is plain torch; native operations are one more axis.

@@ -8,8 +8,9 @@ nothing else. Documents are short and their ends masked (verify/tiny_data.py).
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_lite.config.flags import parse_config
 from megatron_lite.verify.axes import Axis, Case
-from megatron_lite.verify.scale import run_flags
+from megatron_lite.verify.scale import equal_tokens_tie, run_flags
 
 SEQ_LENGTH = 24
 GLOBAL_BATCH_SIZE = 8
@@ -105,10 +106,12 @@ def parity_case(
 
     `micro` fixes the micro-batch size of the reference too.
     """
+    words = {**MODELS, **VARIANTS, **MIXTURES, **FAMILIES}[model].split()
+    runs = not equal_tokens_tie(parse_config([*words, *extra.split()], {}))
     return Case(
         flags=(
-            *{**MODELS, **VARIANTS, **MIXTURES, **FAMILIES}[model].split(),
-            *run_flags(data, seq_length=SEQ_LENGTH, steps=steps, precision=precision),
+            *words,
+            *run_flags(data, seq_length=SEQ_LENGTH, steps=steps, precision=precision, runs=runs),
             "--global-batch-size",
             str(batch),
             *extra.split(),

@@ -73,6 +73,33 @@ def test_attention_and_experts_of_a_family_equal_one_process(
     assert not differences, "\n".join(map(str, differences[:8]))
 
 
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ("mixtral", "--moe-expert-capacity-factor 1.0 --moe-reroute-candidates 2"),
+        ("deepseek", "--moe-expert-capacity-factor 0.75 --moe-token-drop-policy position"),
+        ("qwen3-moe", "--moe-expert-capacity-factor 0.75"),
+    ],
+    ids=["rerouted", "by-position", "by-weight"],
+)
+def test_a_full_expert_takes_the_same_tokens(
+    certifier_of: Certifiers, model: str, flags: str, precision: str
+) -> None:
+    certifier = certifier_of(
+        model,
+        precision,
+        f"--num-layers 2 {flags}",
+        steps=3,
+        batch=GLOBAL_BATCH_SIZE,
+        micro=2,
+        limits=MATCH32 if precision == "fp32" else MATCH64,
+    )
+    axes = (tensor_axis(2), sequence_axis(), data_axis(2), expert_axis(2, 1))
+    differences, _ = certifier.compare(axes)
+    assert not differences, "\n".join(map(str, differences[:8]))
+
+
 def test_scores_that_are_off_by_rounding_choose_the_same_experts(
     certifier_of: Certifiers,
 ) -> None:

@@ -4,9 +4,11 @@ import dataclasses
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_lite.config.flags import parse_config
 from megatron_lite.errors import UserError
 from megatron_lite.verify import certify
 from megatron_lite.verify.certify import Certifier
@@ -82,12 +84,26 @@ def test_a_reference_that_hangs_on_rounding_runs_again_with_another_seed(
         _ = Certifier(rank_pool, tmp_path / "c", case, strict).reference
 
 
-def test_equal_tokens_that_ask_a_full_expert_are_told_with_the_way_out(
+def test_full_experts_that_hang_on_rounding_are_told_with_the_way_out(
     rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = parity_case(
         "mixtral", tmp_path / "data", steps=1, extra="--moe-expert-capacity-factor 0.5"
     )
+    never = dataclasses.replace(MATCH32, activation=math.inf)
     monkeypatch.setattr(certify, "SEEDS", 1)
     with pytest.raises(UserError, match="verify with --moe-token-drop-policy position"):
-        _ = Certifier(rank_pool, tmp_path / "a", case, MATCH32).reference
+        _ = Certifier(rank_pool, tmp_path / "a", case, never).reference
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
+def test_tokens_alike_do_not_stand_together_where_they_would_tie(
+    tmp_path: Path, positions: str
+) -> None:
+    extra = f"--moe-expert-capacity-factor 0.5 --position-embedding-type {positions}"
+    case = parity_case("mixtral", tmp_path, extra=extra)
+    config = parse_config([*case.flags, *case.layout().flags], {})
+    (prefix,) = config.data_path
+    tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
+    ends = tokens == tokens.max()
+    assert bool((ends[1:] & ends[:-1]).any()) == (positions == "learned_absolute")
