@@ -9,10 +9,28 @@ import os
 
 import pytest
 
-from megatron_lite.verify.classes import MATCH32, MATCH32_ADAM, MATCH64
+from megatron_lite.verify.axes import (
+    Axis,
+    data_axis,
+    microbatch_axis,
+    sequence_axis,
+    sharding_axis,
+    tensor_axis,
+)
+from megatron_lite.verify.classes import BITWISE, MATCH32, MATCH32_ADAM, MATCH64
+from megatron_lite.verify.compare import compare_runs
 from megatron_lite.verify.covering import Row
 from tests.parity.conftest import Certifiers
-from tests.parity.sharding import axes_of, batch_of, layers_for, micro_of, row_name, sharding_rows
+from tests.parity.matrix import pipeline_of
+from tests.parity.sharding import (
+    BUCKET_FLAGS,
+    axes_of,
+    batch_of,
+    layers_for,
+    micro_of,
+    row_name,
+    sharding_rows,
+)
 
 pytestmark = pytest.mark.parity
 
@@ -44,3 +62,27 @@ def test_sharding_equals_one_process(certifier_of: Certifiers, row: Row) -> None
     )
     differences, _ = certifier.compare(axes_of(row))
     assert not differences, "\n".join(map(str, differences[:8]))
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize(
+    ("optimizer", "axes"),
+    [
+        ("muon", (tensor_axis(2), sequence_axis(), pipeline_of("1f1b-2"))),
+        ("adam", (pipeline_of("zbv-2"), microbatch_axis(1))),
+    ],
+    ids=["muon-tp2-sp-1f1b", "adam-zbv"],
+)
+def test_overlapped_gathers_change_no_bit_of_a_run(
+    certifier_of: Certifiers, strategy: str, optimizer: str, axes: tuple[Axis, ...]
+) -> None:
+    extra = f"--num-layers 4 {OPTIMIZERS[optimizer]}"
+    certifier = certifier_of("llama", "fp32", extra, steps=3, batch=8)
+    records, digests = [], []
+    for overlap in ((), ("--overlap-param-gather",)):
+        sharded = sharding_axis(strategy, *overlap, *BUCKET_FLAGS.split())
+        record, shares = certifier.run((data_axis(2), *axes, sharded))
+        records.append(record)
+        digests.append([share.weights for share in shares])
+    assert not compare_runs(*records, BITWISE)
+    assert digests[0] == digests[1]
