@@ -29,7 +29,7 @@ from megatron_lite.mesh.failure_board import (
 from megatron_lite.mesh.world import WorldInfo
 
 SPEAKER_WAIT_S = 15.0  # for the speaker's message, by those who stay silent
-_LEAVE_WAIT_S = 5.0  # for the readers of a board that dies with this process
+_LEAVE_WAIT_S = 5.0  # for the readers of a board that dies with this process, or its own
 _POLL_S = 0.05
 _ROLL_CALL_S = 4.0  # for every rank to say where it is
 _MOST_SHOWN = 64
@@ -106,11 +106,13 @@ def run_guarded(
         watcher.stop()
         code = _settle(error, info, status)
         _bound_exit(info, code)
+        watcher.end(code)
         return code
     watcher.stop()
     if info.rank == 0:
         reason = "done" if code == 0 else f"ended with code {code}"
         _write_exit_status(status, Failure(code, reason, info.rank, status.step))
+    watcher.end(code)
     return code
 
 
@@ -338,15 +340,32 @@ class _Watcher:
         self._status = status
         self._stopped = threading.Event()
         self._interval_s = min(max(_WATCH_S, info.world_size / 512), _WATCH_MAX_S)
+        self._thread = threading.Thread(target=self._watch, name="failure watcher", daemon=True)
 
     def start(self) -> None:
         """Watch from now on; one process has nobody to watch."""
         if self._info.world_size > 1:
-            threading.Thread(target=self._watch, name="failure watcher", daemon=True).start()
+            self._thread.start()
 
     def stop(self) -> None:
         """The main thread takes care of the end itself."""
         self._stopped.set()
+
+    def end(self, code: int) -> None:
+        """Wait for the thread, so that the interpreter may end; call after `stop`.
+
+        It may be inside a call of the store. A thread that comes back from one while the
+        interpreter is being taken down ends the whole process with an abort; one that does not
+        come back in time must not live to see that, so the process ends here.
+        """
+        if not self._thread.is_alive():
+            return
+        self._thread.join(_LEAVE_WAIT_S)
+        if self._thread.is_alive():
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(code)
 
     def _watch(self) -> None:
         answered = False

@@ -253,3 +253,49 @@ def test_closed_and_full_outputs_change_no_code_and_hurt_no_file(
     reason = json.loads((tmp_path / "save" / "exit_status.json").read_text())["reason"]
     assert (done.returncode, reason) == (2, "told"), done.stderr
     assert (tmp_path / "data").read_bytes() == b""
+
+
+WATCHED = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from megatron_lite.mesh import guard
+from megatron_lite.mesh.failure_board import StoreBoard
+from megatron_lite.mesh.world import WorldInfo
+
+guard._WATCH_S, guard._LEAVE_WAIT_S = 0.0, float(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+
+class Slow(StoreBoard):
+    def posted(self):
+        store.wait(["never"], timedelta(seconds=float(sys.argv[1])))
+
+status = guard.RunStatus()
+status.attach(Slow(store, 2))
+
+def main():
+    time.sleep(0.2)
+    print("done")
+    return 5
+
+sys.exit(guard.run_guarded(main, WorldInfo(0, 2, 0, 2, launcher="test"), status=status))
+"""
+
+
+@pytest.mark.parametrize(
+    ("asks_s", "waits_s"), [("0.1", "20"), ("0.25", "20"), ("0.5", "20"), ("600", "0.5")]
+)
+def test_a_watcher_inside_a_call_of_the_store_aborts_no_finished_run(
+    asks_s: str, waits_s: str
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WATCHED, asks_s, waits_s],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 5, ended.stderr
+    assert ended.stdout == "done\n"
+    assert "terminate called" not in ended.stderr
