@@ -3,7 +3,8 @@
 Weights that are gathered and dropped in turn, and the whole gradients between, are blocks of
 tens of MiB. glibc learns to keep such blocks (up to 32 MiB) on its heap, where the small ones
 allocated since hold the holes: a fully sharded run was half as large again as what it used.
-Above a fixed size every block is a mapping of its own, which ends when it is freed.
+Above a fixed size every block is a mapping of its own, which ends when it is freed. That costs
+page faults, hence a size that activations seldom reach.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import ctypes
 import os
 from collections.abc import Mapping
 
-LARGE_BYTES = 8 * 2**20
+LARGE_BYTES = 24 * 2**20
 # Smaller blocks come and go within a step: the heap's free end stays for them.
 KEPT_BYTES = 128 * 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h

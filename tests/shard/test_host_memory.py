@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# Blocks of 12 MiB come and go with a small one kept behind each, as in a backward pass.
+# Blocks of 28 MiB come and go with a small one kept behind each, as in a backward pass.
 PROGRAM = """
 import sys
 import torch
@@ -21,7 +21,7 @@ learn = torch.ones(30 * 2**20, dtype=torch.uint8)
 del learn  # glibc now keeps what is smaller
 before, kept, wave = resident_mib(), [], []
 for _ in range(16):
-    wave.append(torch.ones(12 * 2**20, dtype=torch.uint8))
+    wave.append(torch.ones(28 * 2**20, dtype=torch.uint8))
     kept.append(torch.ones(2**16, dtype=torch.uint8))
 wave.clear()
 print(resident_mib() - before)
