@@ -145,13 +145,13 @@ def start_balance(
             by_layer[layer].append(record)
             sent[layer] += sink.dispatched.get(layer, 0)
     width = 2 * shape.num_experts + 3 + len(terms)
-    rows = [
-        _sum_records(by_layer[part.layer], sent[part.layer], terms, width, device) for part in parts
-    ]
+    rows = [_sum_records(by_layer[part.layer], terms, width, device) for part in parts]
     if not rows:
         nothing = torch.zeros(0, width, dtype=torch.float64, device=device)
         return Balance(shape, parts, stage, nothing, None)
     sums = torch.stack(rows)
+    # Known to the host: one copy for all layers.
+    sums[:, 2 * shape.num_experts + 2] = torch.tensor([*sent.values()]).to(sums)
     return Balance(shape, parts, stage, sums, collectives.all_reduce(sums, stage, async_op=True))
 
 
@@ -235,19 +235,20 @@ def _of(name: str, layer: int | None) -> str:
 
 def _sum_records(
     records: Sequence[RoutingRecord],
-    sent_bytes: int,
     terms: Sequence[str],
     width: int,
     device: torch.device | str,
 ) -> Tensor:
-    """One row of `Balance.sums`: one layer in all microbatches of this rank."""
+    """One row of `Balance.sums`, without bytes: one layer in all microbatches of this rank."""
     if not records:
         return torch.zeros(width, dtype=torch.float64, device=device)
     counts = torch.stack([record.counts for record in records]).sum(0)
     dropped = torch.stack([record.dropped for record in records]).sum(0)
-    sent = torch.tensor(sent_bytes / len(records), dtype=torch.float64, device=device)
     figures = [
-        [record.rerouted, record.entropy, sent, *(record.losses[term] for term in terms)]
+        [
+            *(record.rerouted, record.entropy, torch.zeros_like(record.entropy)),
+            *(record.losses[term] for term in terms),
+        ]
         for record in records
     ]
     by_record = torch.stack([torch.stack([value.double() for value in row]) for row in figures])
