@@ -251,10 +251,12 @@ def route_tokens(parts: ExpertParts, x: Tensor, mb: MicrobatchContext) -> Routin
     if mb.wgrads is not None:
         own = count_choices(ids, shape.num_experts, samples)
         counts = MicrobatchCounts(own, parts)
-    mixture = token_mixture(logits, scores, shape)
     placed = ids
     if shape.capacity_factor is not None:
-        spare_weights = mixture.gather(1, spare.clamp(min=0))
+        spare_weights = spare.to(probs)
+        if shape.reroute_candidates:
+            mixture = token_mixture(logits, scores, shape).detach()
+            spare_weights = mixture.gather(1, spare.clamp(min=0))
         choices = Choices(ids, probs, spare, spare_weights)
         placed = limit_capacity(parts, choices, length, mb)
         if shape.reroute_candidates:
@@ -263,6 +265,7 @@ def route_tokens(parts: ExpertParts, x: Tensor, mb: MicrobatchContext) -> Routin
             probs = chosen_weights(logits, scores, final, shape)
         probs = probs * (placed >= 0)
     if own is not None and counts is not None:
+        mixture = token_mixture(logits, scores, shape)
         losses = balance_losses(parts, mixture, counts, samples, mb)
         if shape.z_loss_coeff:
             losses[Z_LOSS] = z_loss(logits, shape.z_loss_coeff, ids.shape[0] * parts.tp_cp.size)
