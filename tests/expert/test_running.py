@@ -21,17 +21,21 @@ NUMBER = 3
 
 
 def run_steps(rank, world_size, twice=False):
-    """Losses and gradients of two steps of NUMBER microbatches; rank r has its own tokens."""
+    """Losses and gradients of two steps of NUMBER microbatches; rank r has its own tokens.
+
+    `twice`: all forward passes come first, and then each runs again, as in recomputation.
+    """
     stage = world_group(rank, world_size) if world_size > 1 else local_group("stage")
     parts = replace(build_parts(GLOBAL), running=RunningCounts(stage))
     found = []
     for step in range(2):
+        for index in range(NUMBER if twice else 0):
+            x = build_tokens(seed=100 * step + 10 * index + rank)
+            route_tokens(parts, x, replace(context(Sink(), step=step), microbatch=index))
         for index in range(NUMBER):
             x = build_tokens(seed=100 * step + 10 * index + rank).requires_grad_()
-            for _ in range(2 if twice else 1):
-                mb = replace(context(Sink(), step=step), microbatch=index)
-                routing = route_tokens(parts, x, mb)
-            routing.probs.sum().backward()
+            mb = replace(context(Sink(), step=step), microbatch=index)
+            route_tokens(parts, x, mb).probs.sum().backward()
             found.append((mb.losses.routing[1].losses["global_aux_loss"], x.grad))
     return found
 
